@@ -1,0 +1,66 @@
+# Settings, to be given on the command line:
+#   PYTHON=python3.12         the interpreter to build .venv with
+#   PIP_ARGS="--index-url …"  more arguments for every `pip install`
+#   PYTEST_ARGS="-k name"     more arguments for pytest
+
+PYTHON ?=
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+PROJECTS := . backends/cuda backends/rocm backends/tpu conformance
+MANIFESTS := $(PROJECTS:%=%/pyproject.toml) constraints.txt
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+SIBLINGS = $(patsubst %,-e %,$(filter-out .,$(PROJECTS)))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run test test-full lint wheels
+
+help: ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+run: .venv/.installed ## make a small model with seeded weights, and let it tell a story
+	$(BIN)/ml4 checkpoint make build/ml4-seeded --if-missing
+	$(BIN)/ml4 generate build/ml4-seeded --prompt "Tell me a story about a rabbit named Pip." --max-tokens 48
+
+test: .venv/.installed-dev ## run the tests, but for the slow ones and those that need the internet
+	$(BIN)/pytest -m "not slow and not network" $(PYTEST_ARGS)
+
+test-full: .venv/.installed-dev ## run every test
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: .venv/.installed-dev ## ruff, mypy, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+wheels: .venv/.installed-dev ## build the wheels of the five distributions into dist/
+	rm -rf $(PROJECTS:%=%/build/lib) $(PROJECTS:%=%/build/bdist.*)
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist $(PROJECTS:%=./%)
+
+# What is installed is editable; a stamp newer than every manifest makes the next call instant.
+
+.venv/.installed: .venv/.created $(MANIFESTS)
+	$(PIP_INSTALL) --no-build-isolation -e . $(SIBLINGS)
+	@touch $@
+
+.venv/.installed-dev: .venv/.created $(MANIFESTS)
+	$(PIP_INSTALL) --no-build-isolation -e '.[test,lint]' $(SIBLINGS)
+	@touch $@ .venv/.installed
+
+.venv/.created:
+	@set -- $(if $(PYTHON),"$(PYTHON)",python3.13 python3.12 python3.11 python3); \
+	for python do \
+	    if "$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	    then found=$$python; break; fi; \
+	done; \
+	if [ -z "$${found:-}" ]; then \
+	    echo "ml4core needs Python 3.11 or newer, with its venv module. Tried: $$*." >&2; \
+	    echo "Install one (Debian, Ubuntu: apt-get install python3-venv), or name one: make PYTHON=/path/to/python3.11" >&2; \
+	    exit 1; \
+	fi; \
+	echo "$$found -m venv .venv"; "$$found" -m venv .venv
+	$(PIP_INSTALL) pip setuptools
+	@touch $@

@@ -1,0 +1,1 @@
+"""Judges ml4core backends: one oracle, one set of checks, one report, whatever the hardware."""

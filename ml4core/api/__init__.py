@@ -1,0 +1,92 @@
+"""All that a backend may import: hooks, data and protocols. No I/O, no device code, no torch at
+import.
+"""
+
+from ml4core.api.backend import Backend, Device, DeviceKind, Probe, Session
+from ml4core.api.capabilities import VOCABULARY, Capabilities
+from ml4core.api.collectives import Collectives
+from ml4core.api.deployment import Deployment
+from ml4core.api.faults import Fault, FaultError
+from ml4core.api.hookspecs import BACKENDS_GROUP, COMMANDS_GROUP, PROJECT, hookimpl, hookspec
+from ml4core.api.layouts import KVCache, KVField, KVLayout, KVPart
+from ml4core.api.model import (
+    IndexerSpec,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    RopeSpec,
+    SSMaxKind,
+    SSMaxSpec,
+    YarnSpec,
+)
+from ml4core.api.ops import OPS, Arg, OpSpec
+from ml4core.api.refusal import Refusal, Refused
+from ml4core.api.stages import (
+    STAGES,
+    Accepted,
+    AttnInputs,
+    Candidate,
+    LayerKV,
+    Rejected,
+    Selection,
+    StageSpec,
+)
+from ml4core.api.step import Segment, StepExecutor, StepOutput, StepPlan, StepShape
+from ml4core.api.version import API_KEYWORD, API_VERSION, SUPPORTED_API_VERSIONS
+from ml4core.api.weights import GLOBAL_WEIGHTS, LAYER_WEIGHTS, WEIGHT_FORMATS, Weight
+
+__all__ = [
+    "API_KEYWORD",
+    "API_VERSION",
+    "BACKENDS_GROUP",
+    "COMMANDS_GROUP",
+    "GLOBAL_WEIGHTS",
+    "LAYER_WEIGHTS",
+    "OPS",
+    "PROJECT",
+    "STAGES",
+    "SUPPORTED_API_VERSIONS",
+    "VOCABULARY",
+    "WEIGHT_FORMATS",
+    "Accepted",
+    "Arg",
+    "AttnInputs",
+    "Backend",
+    "Candidate",
+    "Capabilities",
+    "Collectives",
+    "Deployment",
+    "Device",
+    "DeviceKind",
+    "Fault",
+    "FaultError",
+    "IndexerSpec",
+    "KVCache",
+    "KVField",
+    "KVLayout",
+    "KVPart",
+    "LayerKV",
+    "LayerSpec",
+    "MoESpec",
+    "ModelSpec",
+    "OpSpec",
+    "Probe",
+    "Refusal",
+    "Refused",
+    "Rejected",
+    "RopeSpec",
+    "SSMaxKind",
+    "SSMaxSpec",
+    "Segment",
+    "Selection",
+    "Session",
+    "StageSpec",
+    "StepExecutor",
+    "StepOutput",
+    "StepPlan",
+    "StepShape",
+    "Weight",
+    "YarnSpec",
+    "hookimpl",
+    "hookspec",
+]

@@ -1,0 +1,144 @@
+"""What a backend is: a small object that a plugin offers, and the session that it opens.
+
+Both are structural: a plugin subclasses nothing of core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from ml4core.api.capabilities import Capabilities
+from ml4core.api.collectives import Collectives
+from ml4core.api.faults import Fault
+from ml4core.api.layouts import KVCache, KVLayout
+from ml4core.api.model import LayerSpec
+from ml4core.api.refusal import Refusal
+from ml4core.api.stages import Candidate
+from ml4core.api.step import StepExecutor, StepShape
+from ml4core.api.weights import Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ml4core.api.deployment import Deployment
+
+DeviceKind = Literal["real", "interpreted", "fake"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that a probe found.
+
+    Attributes:
+        kind: ``real``; or ``interpreted`` or ``fake``, which open only when asked for.
+        name: for people, e.g. the product name.
+        arch: the architecture word that kernels depend on, e.g. ``x86_64`` or ``sm_90``.
+        torch_device: what ``torch.device`` takes.
+        memory_bytes: total memory, 0 if unknown.
+        details: versions and figures worth showing.
+    """
+
+    kind: DeviceKind
+    name: str
+    arch: str
+    torch_device: str
+    index: int = 0
+    memory_bytes: int = 0
+    details: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The answer of a probe: the devices that can serve, and why others (or all) can't."""
+
+    devices: tuple[Device, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+
+
+class Backend(Protocol):
+    """What ``ml4core_backends`` returns. Making one imports no vendor library and touches no
+    device.
+    """
+
+    @property
+    def name(self) -> str:
+        """The flag's word; equal to the entry point's name."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """Order in which ``--backend auto`` tries, highest first; equal ones by name; the embedded
+        cpu backend is last.
+        """
+        ...
+
+    def probe(self) -> Probe:
+        """Looks for devices. May import vendor libraries; allocates nothing. Runs in a child
+        process with a time limit.
+        """
+        ...
+
+    def capabilities(self, device: Device) -> Capabilities:
+        """What it can do there. Pure."""
+        ...
+
+    def open(self, deployment: Deployment) -> Session:
+        """Binds libraries and the device. Raises ``Refused`` with all reasons before it
+        allocates.
+        """
+        ...
+
+
+class Session(Protocol):
+    """A backend opened for one deployment. Core loops over layers; a session serves their parts."""
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def ops(self) -> Mapping[str, Callable[..., object]]:
+        """The backend's own ops by name, each with the contract of ``ml4core.api.OPS``."""
+        ...
+
+    @property
+    def layouts(self) -> Mapping[str, KVLayout]:
+        """Private layouts by id; empty for most."""
+        ...
+
+    @property
+    def executor(self) -> StepExecutor: ...
+
+    @property
+    def collectives(self) -> Collectives | None:
+        """None: core gives the default."""
+        ...
+
+    def providers(
+        self, stage: str, layer: LayerSpec | None, shape: StepShape
+    ) -> Sequence[Candidate]:
+        """Candidates for a stage, best first. Core binds the first accepted one, else the stage's
+        composition.
+        """
+        ...
+
+    def prepare_weights(
+        self, weights: Mapping[str, Tensor | Weight], layer: LayerSpec | None
+    ) -> Mapping[str, Tensor | Weight]:
+        """Lays out one layer's weights (``layer`` None: embedding, final norm, output) on the
+        device. Called once for each, in order, so that memory peaks at the model plus one layer.
+        Arguments may be reused or dropped."""
+        ...
+
+    def alloc_kv(self, layout: KVLayout, blocks: int, block_size: int) -> KVCache:
+        """A cache of that many pages, with finite content. ``MemoryError`` if it doesn't fit."""
+        ...
+
+    def fault(self) -> Fault | None:
+        """The sticky fault of the device, if one is set."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back. May be called twice."""
+        ...

@@ -1,0 +1,50 @@
+"""What an operator asked for, resolved: the one argument of ``Backend.open``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ml4core.api.backend import Device
+from ml4core.api.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model, a device and every choice that shapes a session. Names are those of the flags.
+
+    Attributes:
+        dtype: ``float32`` or ``bfloat16``: activations and residual.
+        kv_layout, index_layout: layout ids, already resolved from ``--kv-cache-dtype``.
+        weight_formats: formats of the checkpoint's matrices.
+        weight_bytes: bytes of the checkpoint's tensors.
+        block_size: tokens a page.
+        needs: capability words that this deployment needs.
+        attention_config, additional_config: parsed JSON of those flags.
+    """
+
+    model: ModelSpec
+    device: Device
+    dtype: str = "float32"
+    kv_layout: str = "fp32"
+    index_layout: str = "fp32"
+    weight_formats: frozenset[str] = frozenset()
+    weight_bytes: int = 0
+    block_size: int = 64
+    max_model_len: int = 0
+    max_num_seqs: int = 1
+    max_num_batched_tokens: int = 512
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    nnodes: int = 1
+    enforce_eager: bool = False
+    seed: int = 0
+    needs: frozenset[str] = frozenset()
+    attention_config: Mapping[str, object] = field(default_factory=dict, hash=False)
+    speculative_config: Mapping[str, object] = field(default_factory=dict, hash=False)
+    additional_config: Mapping[str, object] = field(default_factory=dict, hash=False)

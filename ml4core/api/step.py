@@ -1,0 +1,132 @@
+"""One step of the engine as tensors of fixed shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive rows of consecutive requests that are handled alike.
+
+    Attributes:
+        requests: padded count of requests.
+        rows: padded count of rows.
+        max_rows: rows of one request at most.
+    """
+
+    requests: int
+    rows: int
+    max_rows: int
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Everything about a step that a compiled program depends on.
+
+    Rows stand in the order [1-row decodes][verify windows][prefill chunks, shortest first].
+
+    Attributes:
+        pages: padded pages a request, by KV group.
+        logits: rows whose logits are wanted, padded.
+    """
+
+    decode: Segment
+    verify: Segment
+    prefill: Segment
+    pages: tuple[tuple[str, int], ...]
+    logits: int
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments that have rows, in row order."""
+        return tuple(s for s in (self.decode, self.verify, self.prefill) if s.rows)
+
+    @property
+    def rows(self) -> int:
+        return self.decode.rows + self.verify.rows + self.prefill.rows
+
+    @property
+    def requests(self) -> int:
+        return self.decode.requests + self.verify.requests + self.prefill.requests
+
+    @property
+    def kind(self) -> str:
+        """``decode``, ``verify``, ``prefill`` or ``mixed``: the step kinds that providers are bound
+        for.
+        """
+        names = [n for n in ("decode", "verify", "prefill") if getattr(self, n).rows]
+        return names[0] if len(names) == 1 else "mixed"
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The input of a forward. ``T`` rows, ``R`` requests, ``B`` pages, ``J`` logit rows; all padded
+    to ``shape``.
+
+    Padding leaves no trace: a padded row has slot -1 and visible length 0, a padded request has
+        page 0 only, and results of
+    padded rows are finite and unused. Page 0 of every group is the null page: never written, never
+    shared out. In the decode and verify segments a padded request holds its padded rows, so that
+    ``query_start`` is the same for any count of real ones; in the prefill segment it holds none,
+    and padded rows at the end belong to no request.
+
+    Attributes:
+        token_ids: [T] int64.
+        positions: [T] int64, global, from 0.
+        row_request: [T] int64, the request of each row.
+        query_start: [R + 1] int32, first row of each request.
+        visible: [T] int32, keys that a row may see: position + 1.
+        block_tables: by group, [R, B] int32 page ids.
+        slots: by group, [T] int64 where a row's token is written: page * block_size + offset.
+        logits_indices: [J] int64 rows.
+    """
+
+    shape: StepShape
+    token_ids: Tensor
+    positions: Tensor
+    row_request: Tensor
+    query_start: Tensor
+    visible: Tensor
+    block_tables: Mapping[str, Tensor]
+    slots: Mapping[str, Tensor]
+    logits_indices: Tensor
+
+
+class StepOutput(NamedTuple):
+    """The result of a forward.
+
+    Attributes:
+        logits: [J, vocab] fp32.
+        taps: the summed residual [T, H] after each tapped layer, in the spec's order.
+        fault: [] bool: a real row saw a NaN score, or a wanted logit is NaN.
+    """
+
+    logits: Tensor
+    taps: tuple[Tensor, ...]
+    fault: Tensor
+
+
+class StepExecutor(Protocol):
+    """Turns the forward into what runs for one shape: itself on a CPU, a captured graph, or a
+    compiled program.
+    """
+
+    def compile(
+        self, step: Callable[..., StepOutput], shape: StepShape
+    ) -> Callable[..., StepOutput]:
+        """A callable with ``step``'s arguments that runs it at this shape."""
+        ...
+
+    def eager_break(self, function: F) -> F:
+        """Marks a call that stays outside of a captured graph. It writes into ``out=`` arguments
+        and returns nothing.
+        """
+        ...

@@ -1,0 +1,37 @@
+"""What a composition closes over: the layer, the bound ops and the group of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ml4core.api import Collectives, LayerSpec, ModelSpec
+
+Ops = Mapping[str, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """Constants of a binding.
+
+    Attributes:
+        layer: None for stages of the whole model.
+        dtype: of activations and the residual.
+        mla_form: ``absorbed`` or ``unabsorbed``.
+    """
+
+    model: ModelSpec
+    layer: LayerSpec | None
+    ops: Ops
+    collectives: Collectives
+    dtype: torch.dtype
+    mla_form: str = "absorbed"
+
+    @property
+    def spec(self) -> LayerSpec:
+        if self.layer is None:
+            raise ValueError("this stage is bound for a layer, but no layer was given")
+        return self.layer

@@ -1,0 +1,39 @@
+"""The feed-forward stage as a composition of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ml4core.compose.attention import Children, Weights
+from ml4core.compose.context import StageContext
+
+
+def ffn(ctx: StageContext, children: Children) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    layer, ops = ctx.spec, ctx.ops
+    moe = layer.moe
+
+    def block(w: Weights, name: str, x: Tensor) -> Tensor:
+        inner = ops["silu_mul"](ops["gemm"](x, w[f"{name}_w13"]))
+        out: Tensor = ops["gemm"](inner, w[f"{name}_w2"])
+        return out
+
+    def call(
+        w: Weights, residual: Tensor, hidden: Tensor, next_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if moe is None:
+            out = block(w, "dense", hidden)
+        else:
+            weights, ids = ops["router"](
+                hidden, w["gate"], moe.topk, moe.renormalize, moe.routed_scale
+            )
+            out = ops["moe_experts"](hidden, w["experts_w13"], w["experts_w2"], weights, ids)
+            if moe.shared_width:
+                out = (out.float() + block(w, "shared", hidden).float()).to(hidden.dtype)
+        residual, normed = ops["all_reduce_rms_norm"](
+            out, residual, next_norm, layer.norm_eps, ctx.collectives
+        )
+        return residual, normed
+
+    return call

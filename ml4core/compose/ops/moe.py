@@ -1,0 +1,48 @@
+"""Routing and routed experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ml4core.api import Weight
+from ml4core.compose.ops.gemms import silu_mul
+from ml4core.compose.ops.grouped_gemm import grouped_gemm
+from ml4core.compose.ops.weights import decode_weight
+
+
+def router(
+    x: Tensor, weight: Tensor, topk: int, renormalize: bool, routed_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Weights fp32 [T, topk] and expert ids int64 [T, topk] of ``x`` [T, H], ``weight`` [E, H]."""
+    logits = F.linear(x.to(torch.float32), weight.to(torch.float32))
+    odds = torch.softmax(logits, dim=-1)
+    broken = ~torch.isfinite(odds).all(-1, keepdim=True)  # NaN or +inf among the logits
+    # A stable sort keeps the lowest id first among equals, and zeros are equal whatever their sign.
+    key = torch.where(broken | (logits == 0), 0.0, logits)
+    ids = key.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    chosen = odds.gather(-1, ids)
+    if renormalize:
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    return torch.where(broken, 0.0, chosen * routed_scale), ids
+
+
+def moe_experts(x: Tensor, w13: Weight, w2: Weight, weights: Tensor, ids: Tensor) -> Tensor:
+    """The weighted sum of experts ids [T, topk] on ``x`` [T, H], in x's dtype."""
+    rows, topk = ids.shape
+    expert, order = ids.flatten().sort(stable=True)
+    counts = torch.zeros(w13.shape[0], dtype=torch.int64, device=x.device)
+    ends = counts.scatter_add(0, expert, torch.ones_like(expert)).cumsum(0).to(torch.int32)
+    inner = grouped_gemm(x.index_select(0, order // topk), _stack(w13), ends)
+    outer = grouped_gemm(silu_mul(inner), _stack(w2), ends)
+    back = torch.empty_like(order).scatter(0, order, torch.arange(rows * topk, device=x.device))
+    each = outer.index_select(0, back).view(rows, topk, -1)
+    # What has no weight adds nothing, whatever it is. The sum runs over choices, in their order.
+    factor = weights.unsqueeze(-1)
+    return torch.where(factor == 0, 0.0, factor * each).sum(1).to(x.dtype)
+
+
+def _stack(weight: Weight) -> Tensor:
+    """The matrices [E, N, K], in bf16 or fp32."""
+    return weight.data if weight.format == "bf16" else decode_weight(weight)

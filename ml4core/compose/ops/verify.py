@@ -1,0 +1,88 @@
+"""Verification of drafted tokens by rejection sampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ml4core.compose.ops.noise import ACCEPT, DRAW, RESIDUAL, row_keys, uniform
+from ml4core.compose.ops.ordering import first_argmax
+from ml4core.compose.ops.sampling import NEG_INF, clean, draw, sample, tempered
+
+
+def verify_draft(
+    logits: Tensor,
+    draft_ids: Tensor,
+    draft_logits: Tensor | None,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Ids int64 [R, Q], -1 behind the emitted ones, and counts int64 [R] of emitted tokens.
+
+    Row i of logits [R, Q, vocab] judges draft i of draft_ids [R, Q-1] and stands at position
+    positions[r] + i. A token that isn't drawn after a rejection is the one that ``sample`` gives
+    for its row and position. draft_logits are those before the temperature.
+    """
+    depth, vocab = draft_ids.shape[1], logits.shape[-1]
+    if depth == 0:
+        ids = sample(logits[:, 0], temperature, seeds, positions)
+        return ids.unsqueeze(-1), torch.ones_like(ids)
+    usable, allowed = clean(logits)
+    heat = temperature.view(-1, 1, 1)
+    scores = tempered(usable, heat)
+    draft_scores = None if draft_logits is None else tempered(clean(draft_logits)[0], heat)
+
+    step = torch.arange(depth + 1, device=logits.device)
+    given = (draft_ids >= 0) & (draft_ids < vocab)
+    drafts = torch.where(given, draft_ids, 0)
+    keys = row_keys(seeds.unsqueeze(-1), positions.unsqueeze(-1) + step[:-1], ACCEPT)
+    lucky = _accept(scores[:, :-1], drafts, draft_scores, keys)
+    equal = drafts == first_argmax(usable, allowed)[:, :-1]
+    accepted = given & torch.where(temperature.unsqueeze(-1) > 0, lucky, equal)
+    kept = accepted.to(torch.int64).cumprod(-1).sum(-1)  # [R] drafts
+
+    usable, allowed, scores = (_row(x, kept) for x in (usable, allowed, scores))
+    judged = kept.clamp(max=depth - 1)  # the draft that the last row judges, if it judges one
+    rejected = (kept < depth) & _row(given, judged)
+    draft_row = None if draft_scores is None else _row(draft_scores, judged)
+    residual = _residual(scores, _row(drafts, judged), draft_row)
+    # The residual is empty if the two laws are equal but for rounding.
+    rejected = rejected & (residual > NEG_INF).any(-1)
+    weights = torch.where(rejected.unsqueeze(-1), residual, scores)
+    purpose = torch.where(rejected, RESIDUAL, DRAW)
+    drawn = draw(weights, allowed, row_keys(seeds, positions + kept, purpose))
+    last = torch.where(temperature > 0, drawn, first_argmax(usable, allowed))
+
+    end = kept.unsqueeze(-1)
+    ids = torch.cat((drafts, torch.zeros_like(end)), dim=-1)
+    ids = torch.where(step < end, ids, torch.where(step == end, last.unsqueeze(-1), -1))
+    return ids, kept + 1
+
+
+def _accept(scores: Tensor, drafts: Tensor, draft_scores: Tensor | None, keys: Tensor) -> Tensor:
+    """Whether u q(d) < p(d), for scores [R, Q-1, vocab] and drafts d [R, Q-1]; u in (0, 1)."""
+    bar = torch.log(uniform(keys, 1)).squeeze(-1)
+    if draft_scores is not None:
+        bar = bar + _log_odds(draft_scores, drafts)
+    return bar < _log_odds(scores, drafts)
+
+
+def _log_odds(scores: Tensor, ids: Tensor) -> Tensor:
+    """Log probability [R, Q-1] of ids under log weights [R, Q-1, vocab]."""
+    return torch.log_softmax(scores, dim=-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def _residual(scores: Tensor, draft: Tensor, draft_scores: Tensor | None) -> Tensor:
+    """Log weights of max(p - q, 0) [R, vocab]; q is certain of draft [R] without its scores."""
+    if draft_scores is None:
+        ids = torch.arange(scores.shape[-1], device=scores.device)
+        return torch.where(ids == draft.unsqueeze(-1), NEG_INF, scores)
+    odds = torch.softmax(scores, dim=-1) - torch.softmax(draft_scores, dim=-1)
+    return torch.log(odds.clamp(min=0))
+
+
+def _row(x: Tensor, at: Tensor) -> Tensor:
+    """x[r, at[r]] of x [R, Q, ...]."""
+    index = at.view(-1, 1, *(1,) * (x.dim() - 2)).expand(-1, 1, *x.shape[2:])
+    return x.gather(1, index).squeeze(1)

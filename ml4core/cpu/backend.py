@@ -1,0 +1,48 @@
+"""The cpu backend: what it declares, and how it opens."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+from ml4core.api import OPS, Capabilities, Deployment, Device, Probe, Session
+
+_FEATURES = frozenset(
+    {f"op:{name}" for name in OPS}
+    | {f"kv:{name}" for name in ("fp8_ds_mla", "e4m3", "e4m3fnuz", "bf16", "fp32")}
+    | {f"index:{name}" for name in ("planar_f32", "tiled16_f32", "fp32")}
+    | {f"weights:{name}" for name in ("fp32", "bf16", "fp8_block")}
+    | {"act:fp32", "act:bf16", "feature:compose", "feature:deterministic"}
+)
+
+
+class CpuBackend:
+    """Torch on the host's cores. ``auto`` takes it last."""
+
+    name = "cpu"
+    priority = 0
+
+    def probe(self) -> Probe:
+        import torch
+
+        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+        memory = pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else 0
+        details = {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
+        machine = platform.machine() or "unknown"
+        name = platform.processor() or machine
+        return Probe((Device("real", name, machine, "cpu", memory_bytes=memory, details=details),))
+
+    def capabilities(self, device: Device) -> Capabilities:
+        defaults = {
+            "dtype": "float32",
+            "kv": "fp32",
+            "fp8": "fp8_ds_mla",
+            "index": "fp32",
+            "block_size": "64",
+        }
+        return Capabilities(_FEATURES, defaults)
+
+    def open(self, deployment: Deployment) -> Session:
+        from ml4core.cpu.session import CpuSession
+
+        return CpuSession(deployment)

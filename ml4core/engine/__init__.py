@@ -1,0 +1,1 @@
+"""The one implementation of scheduling, caches and stepping, free of hardware."""

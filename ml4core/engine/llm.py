@@ -1,0 +1,168 @@
+"""Opens an engine: checkpoint, backend, weights and caches, with every reason against it in one
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ml4core import registry
+from ml4core.api import Deployment, FaultError, Refused, Segment, StepShape
+from ml4core.engine import resolve as resolving
+from ml4core.engine.args import EngineArgs
+from ml4core.engine.cache_sizes import plan_caches
+from ml4core.engine.generate import Completion, GenerateLoop, OnToken
+from ml4core.engine.kv_pool import KVPlan
+from ml4core.engine.runner import ModelRunner
+from ml4core.engine.sampling_params import SamplingParams
+from ml4core.models.checkpoint import Checkpoint
+from ml4core.models.hub import resolve_model
+from ml4core.models.tensors import load_model_spec, validate
+from ml4core.models.weights import load_layers
+
+Progress = Callable[[int, int], None]
+"""Told (bytes done, bytes in all)."""
+
+
+class Engine:
+    """A loaded model that generates. Made by ``open_engine``."""
+
+    def __init__(
+        self,
+        choice: registry.Choice,
+        deployment: Deployment,
+        runner: ModelRunner,
+        plan: KVPlan,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self.deployment = deployment
+        self.runner = runner
+        self.kv_plan = plan
+        self._choice = choice
+        self._loop = GenerateLoop(
+            runner,
+            max_model_len=deployment.max_model_len,
+            max_num_seqs=deployment.max_num_seqs,
+            max_num_batched_tokens=deployment.max_num_batched_tokens,
+            eos_ids=eos_ids,
+            seed=deployment.seed,
+        )
+
+    def generate(
+        self, prompts: Seq[Seq[int]], params: SamplingParams, on_token: OnToken | None = None
+    ) -> list[Completion]:
+        """One completion a prompt. Raises ``RequestError`` for bad input, ``FaultError`` once the
+        engine has stopped.
+        """
+        try:
+            return self._loop.generate(prompts, params, on_token)
+        except FaultError as error:
+            registry.notify_fault(error.fault, self._choice.manager)
+            raise
+
+    def report(self) -> dict[str, Any]:
+        """The start-up report as JSON-able data: what runs where, who serves each part, and why not
+        others.
+        """
+        choice, deployment, plan = self._choice, self.deployment, self.kv_plan
+        width = -(-deployment.max_model_len // deployment.block_size)
+        parts = []
+        for segment, name in ((Segment(1, 1, 1), "decode"), (Segment(1, 512, 512), "prefill")):
+            none = Segment(0, 0, 0)
+            ends = (segment, none, none) if name == "decode" else (none, none, segment)
+            shape = StepShape(*ends, tuple((g, width) for g in plan.layouts), 1)
+            parts += [asdict(c) for c in self.runner.choices(shape) if c.step_kind in (name, "*")]
+        ops_seen: set[str] = set()
+        unique = []
+        for part in parts:
+            if part["step_kind"] == "*":
+                if part["part"] in ops_seen:
+                    continue
+                ops_seen.add(part["part"])
+            unique.append(part)
+        record = choice.plugin.record
+        return {
+            "backend": {
+                "name": record.name,
+                "distribution": record.distribution,
+                "version": record.version,
+            },
+            "device": asdict(deployment.device),
+            "passed_over": [
+                {"name": name, "reasons": [str(r) for r in refusals]}
+                for name, refusals in choice.trace
+            ],
+            "model": deployment.model.name,
+            "dtype": deployment.dtype,
+            "weights": {
+                "formats": sorted(deployment.weight_formats),
+                "bytes": deployment.weight_bytes,
+            },
+            "kv": {
+                "layouts": {group: layout.id for group, layout in plan.layouts.items()},
+                "owners": {group: len(layers) for group, layers in plan.owners.items()},
+                "bytes_per_token": plan.bytes_per_token,
+                "block_size": plan.block_size,
+                "tokens": plan.tokens,
+                "bytes": plan.nbytes,
+            },
+            "max_model_len": deployment.max_model_len,
+            "assumptions": dict(deployment.model.assumptions),
+            "parts": unique,
+        }
+
+    def close(self) -> None:
+        self.runner.session.close()
+
+
+def open_engine(
+    args: EngineArgs,
+    *,
+    sequences: int = 1,
+    tokens_each: int | None = None,
+    eos_ids: frozenset[int] = frozenset(),
+    progress: Progress | None = None,
+) -> Engine:
+    """Opens ``args.model`` on ``args.backend``.
+
+    Args:
+        sequences: how many sequences will be wanted at once, at most ``max_num_seqs`` of them.
+        tokens_each: longest sequence that will be wanted; None for the whole context.
+        eos_ids: tokens that end an answer; the tokenizer knows them.
+        progress: told of weight bytes loaded.
+
+    Raises:
+        Refused: with all reasons, before anything is allocated.
+        CheckpointError: the checkpoint can't be used.
+        RequestError: a flag's value can't be.
+    """
+    refusals = list(args.refusals())
+    kind = args.additional_config.get("device")
+    try:
+        choice = registry.select(args.backend, device_kind=str(kind) if kind else None)
+    except Refused as refused:
+        raise Refused([*refusals, *refused.refusals], refused.what) from None
+    checkpoint = Checkpoint.open(resolve_model(args.model, args.revision))
+    spec = load_model_spec(checkpoint)
+    tensors = validate(checkpoint, spec)
+    deployment = resolving.resolve(
+        args, spec, tensors.formats, tensors.nbytes, choice.device, choice.capabilities
+    )
+    refusals += resolving.layout_refusals(deployment)
+    registry.check(deployment, choice.capabilities, choice.manager, refusals)
+    session = choice.backend.open(deployment)
+    try:
+        runner = ModelRunner(session, choice.backend.name, deployment, choice.capabilities)
+        plan = plan_caches(args, deployment, session.layouts, sequences, tokens_each)
+        dtype = getattr(torch, deployment.dtype)
+        runner.load(load_layers(checkpoint, spec, dtype, progress=progress, report=tensors))
+        runner.allocate_kv(plan)
+    except BaseException:
+        session.close()
+        raise
+    return Engine(choice, deployment, runner, plan, eos_ids)

@@ -1,0 +1,162 @@
+"""From flags, a checkpoint and a chosen backend to a ``Deployment``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ml4core.api import Capabilities, Deployment, Device, KVLayout, ModelSpec, Refusal
+from ml4core.api.known_layouts import index_layout, latent_layout
+from ml4core.engine.args import EngineArgs
+from ml4core.engine.errors import RequestError
+
+_KV_BY_FLAG = {"bfloat16": "bf16", "float32": "fp32", "fp8_ds_mla": "fp8_ds_mla"}
+"""--kv-cache-dtype values that mean one layout everywhere. ``auto``, ``fp8`` and ``fp8_e4m3`` are
+the backend's.
+"""
+
+_STEP_OPS = (
+    "embed",
+    "rms_norm",
+    "all_reduce_rms_norm",
+    "gemm",
+    "head_gemm",
+    "silu_mul",
+    "kv_write",
+    "sample",
+)
+
+
+def kv_layout_id(args: EngineArgs, capabilities: Capabilities) -> str:
+    flag = args.kv_cache_dtype
+    if flag in _KV_BY_FLAG:
+        return _KV_BY_FLAG[flag]
+    return capabilities.defaults.get("kv" if flag == "auto" else "fp8", "bf16")
+
+
+def index_layout_id(args: EngineArgs, capabilities: Capabilities, kv_layout: str) -> str:
+    """The flag's, else the backend's; the reference latent layout brings the reference index
+    layout.
+    """
+    asked = args.attention_config.get("index_layout")
+    if asked is not None:
+        return str(asked)
+    if kv_layout == "fp32" and "index:fp32" in capabilities:
+        return "fp32"
+    return capabilities.defaults.get("index", "planar_f32")
+
+
+def needs(
+    spec: ModelSpec, args: EngineArgs, dtype: str, kv: str, index: str, formats: Iterable[str]
+) -> frozenset[str]:
+    """The capability words that a deployment needs."""
+    words = {f"weights:{name}" for name in formats}
+    words |= {f"kv:{kv}", "act:fp32" if dtype == "float32" else "act:bf16"}
+    words |= {f"op:{name}" for name in _STEP_OPS}
+    if any(layer.rope for layer in spec.layers):
+        words.add("op:rope")
+    if any(layer.ssmax.kind != "none" for layer in spec.layers):
+        words.add("op:ssmax")
+    if any(layer.moe for layer in spec.layers):
+        words |= {"op:router", "op:moe_experts"}
+    if spec.index_owners:
+        words.add(f"index:{index}")
+        select = ("layer_norm", "indexer_write", "indexer_logits", "topk", "to_slots", "sparse_mla")
+        words |= {f"op:{name}" for name in select}
+    if any(layer.topk_source is None for layer in spec.layers):
+        words.add("op:window_mla")
+    for word, size in (
+        ("tp", args.tensor_parallel_size),
+        ("pp", args.pipeline_parallel_size),
+        ("dp", args.data_parallel_size),
+        ("dcp", args.decode_context_parallel_size),
+        ("pcp", args.prefill_context_parallel_size),
+        ("multi_node", args.nnodes),
+    ):
+        if size > 1:
+            words.add(f"parallel:{word}")
+    if args.enable_expert_parallel:
+        words.add("parallel:ep")
+    return frozenset(words)
+
+
+def resolve(
+    args: EngineArgs,
+    spec: ModelSpec,
+    weight_formats: frozenset[str],
+    weight_bytes: int,
+    device: Device,
+    capabilities: Capabilities,
+) -> Deployment:
+    """The deployment that these flags ask for. Raises ``RequestError`` for a value that can't be.
+
+    ``weight_formats`` and ``weight_bytes`` are those of the checkpoint's matrices and tensors.
+    """
+    dtype = capabilities.defaults.get("dtype", "bfloat16") if args.dtype == "auto" else args.dtype
+    kv = kv_layout_id(args, capabilities)
+    index = index_layout_id(args, capabilities, kv)
+    max_model_len = args.max_model_len or spec.max_position
+    if max_model_len > spec.max_position:
+        raise RequestError(
+            "--max-model-len",
+            max_model_len,
+            f"at most {spec.max_position}, the model's longest context",
+        )
+    block_size = args.block_size or int(capabilities.defaults.get("block_size", "64"))
+    return Deployment(
+        model=spec,
+        device=device,
+        dtype=dtype,
+        kv_layout=kv,
+        index_layout=index,
+        weight_formats=weight_formats,
+        weight_bytes=weight_bytes,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=args.max_num_seqs or 1,
+        max_num_batched_tokens=args.max_num_batched_tokens or 512,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        decode_context_parallel_size=args.decode_context_parallel_size,
+        prefill_context_parallel_size=args.prefill_context_parallel_size,
+        enable_expert_parallel=args.enable_expert_parallel,
+        nnodes=args.nnodes,
+        enforce_eager=args.enforce_eager,
+        seed=args.seed,
+        needs=needs(spec, args, dtype, kv, index, weight_formats),
+        attention_config=args.attention_config,
+        speculative_config=args.speculative_config,
+        additional_config=args.additional_config,
+    )
+
+
+def layout_refusals(deployment: Deployment, private: Iterable[str] = ()) -> list[Refusal]:
+    """Reasons against the layouts at this model's widths and page size."""
+    found = []
+    for id, make in (
+        (deployment.kv_layout, lambda: latent(deployment)),
+        (deployment.index_layout, lambda: index(deployment)),
+    ):
+        if id in private:
+            continue
+        try:
+            make().check_block_size(deployment.block_size)
+        except ValueError as error:
+            found.append(Refusal("core", f"cache layout {id}", str(error)))
+    return found
+
+
+def latent(deployment: Deployment) -> KVLayout:
+    """The open latent layout at the model's widths: rows of layers without rope have the rope slot
+    too.
+    """
+    layers = deployment.model.layers
+    rope = max(layer.rope_dim for layer in layers)
+    return latent_layout(deployment.kv_layout, layers[0].kv_lora_rank, rope)
+
+
+def index(deployment: Deployment) -> KVLayout:
+    """The open index layout at the model's head dim; 128 if no layer has an indexer."""
+    dims = [layer.indexer.head_dim for layer in deployment.model.layers if layer.indexer]
+    return index_layout(deployment.index_layout, dims[0] if dims else 128)

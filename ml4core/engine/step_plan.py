@@ -1,0 +1,131 @@
+"""Builds the tensors of one step from the sequences that take part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from ml4core.api import Segment, StepPlan, StepShape
+from ml4core.engine.sequence import Sequence
+
+_NONE = Segment(0, 0, 0)
+
+
+def round_up(n: int, sizes: Seq[int]) -> int:
+    """The smallest of ``sizes`` (ascending) that holds n; n itself beyond the last."""
+    return next((size for size in sizes if size >= n), n)
+
+
+def build_plan(
+    work: Seq[tuple[Sequence, int]],
+    groups: Seq[str],
+    block_size: int,
+    device: torch.device | str = "cpu",
+    *,
+    verify_rows: int = 0,
+    pad_requests: int = 0,
+    pad_rows: int = 0,
+    pad_pages: int = 0,
+    all_logits: bool = False,
+) -> StepPlan:
+    """The plan of a step in which each sequence computes its next ``rows`` tokens.
+
+    Args:
+        work: pairs (sequence, rows). One row is a decode, ``verify_rows`` rows (if set) a verify
+            window, anything else a prefill chunk. They may come in any order; rows of the plan
+            stand as [decodes][verify windows][chunks]. Pages for them must be there already.
+        pad_requests, pad_rows: lower bounds of the last segment's requests and rows; for plans
+            without chunks, rows follow from requests.
+        pad_pages: lower bound of the block tables' width.
+        all_logits: logits of every real row, in row order; else of each sequence's last row, in row
+            order.
+    """
+    if not work:
+        raise ValueError("a step needs at least one sequence")
+    decodes = [item for item in work if item[1] == 1]
+    verifies = [item for item in work if item[1] > 1 and item[1] == verify_rows]
+    chunks = sorted((i for i in work if i[1] not in (1, verify_rows)), key=lambda i: i[1])
+    segments = [_NONE, _NONE, _NONE]
+    spans: list[tuple[Sequence | None, int]] = []  # request, rows held
+    padded_tail = 0
+    kinds = ((decodes, 1), (verifies, verify_rows), (chunks, 0))
+    last = max(i for i, (items, _) in enumerate(kinds) if items)
+    for i, (items, width) in enumerate(kinds):
+        if not items:
+            continue
+        requests = max(len(items), pad_requests) if i == last else len(items)
+        spans += [(sequence, rows) for sequence, rows in items]
+        if width:
+            spans += [(None, width)] * (requests - len(items))
+            segments[i] = Segment(requests, requests * width, width)
+        else:
+            spans += [(None, 0)] * (requests - len(items))
+            real = sum(rows for _, rows in items)
+            rows = max(real, pad_rows)
+            padded_tail = rows - real
+            segments[i] = Segment(requests, rows, items[-1][1] if not pad_rows else rows)
+    return _tensors(spans, segments, padded_tail, groups, block_size, device, pad_pages, all_logits)
+
+
+def _tensors(
+    spans: list[tuple[Sequence | None, int]],
+    segments: list[Segment],
+    padded_tail: int,
+    groups: Seq[str],
+    block_size: int,
+    device: torch.device | str,
+    pad_pages: int,
+    all_logits: bool,
+) -> StepPlan:
+    ids: list[int] = []
+    positions: list[int] = []
+    visible: list[int] = []
+    row_request: list[int] = []
+    starts = [0]
+    logits: list[int] = []
+    for request, (sequence, rows) in enumerate(spans):
+        row_request += [request] * rows
+        starts.append(starts[-1] + rows)
+        if sequence is None:
+            ids += [0] * rows
+            positions += [0] * rows
+            visible += [0] * rows
+            continue
+        first = sequence.computed
+        ids += sequence.token_ids[first : first + rows]
+        positions += range(first, first + rows)
+        visible += range(first + 1, first + rows + 1)
+        logits += range(starts[-2], starts[-1]) if all_logits else [starts[-1] - 1]
+    ids += [0] * padded_tail
+    positions += [0] * padded_tail
+    visible += [0] * padded_tail
+    row_request += [len(spans) - 1] * padded_tail
+    held = max((len(p) for s, _ in spans if s is not None for p in s.pages.values()), default=1)
+    width = max(held, pad_pages, 1)
+    tables: dict[str, torch.Tensor] = {}
+    slots: dict[str, torch.Tensor] = {}
+    position = torch.tensor(positions, dtype=torch.int64)
+    owner = torch.tensor(row_request, dtype=torch.int64)
+    real = torch.tensor(visible) > 0
+    for group in groups:
+        table = torch.zeros(len(spans), width, dtype=torch.int32)
+        for request, (sequence, _) in enumerate(spans):
+            if sequence is not None and sequence.pages[group]:
+                pages = sequence.pages[group]
+                table[request, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        page = table[owner, position // block_size].long()
+        slots[group] = torch.where(real, page * block_size + position % block_size, -1).to(device)
+        tables[group] = table.to(device)
+    shape = StepShape(*segments, tuple((g, width) for g in groups), len(logits))
+    return StepPlan(
+        shape=shape,
+        token_ids=torch.tensor(ids, dtype=torch.int64, device=device),
+        positions=position.to(device),
+        row_request=owner.to(device),
+        query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+        visible=torch.tensor(visible, dtype=torch.int32, device=device),
+        block_tables=tables,
+        slots=slots,
+        logits_indices=torch.tensor(logits, dtype=torch.int64, device=device),
+    )

@@ -1,0 +1,232 @@
+"""Writes a checkpoint folder: shards, an index, and final names only once all is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ml4core.models.errors import CheckpointError, listed, os_reason, shown
+from ml4core.models.safetensors_file import MAX_HEADER_BYTES
+from ml4core.models.safetensors_writer import (
+    ShardWriter,
+    check_metadata,
+    check_tensor,
+    entry_bytes,
+)
+
+KIND = "consolidated"
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+
+class CheckpointWriter:
+    """Writes tensors into `consolidated*.safetensors`, with an index if there are several files.
+
+    Use it as a context manager, or call `close`. Until then all files have temporary names in
+    the folder. If anything fails, no file keeps a final name and replaced files come back.
+    Memory: one tensor.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+        *,
+        overwrite: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make `folder` if needed. It must be empty unless `overwrite`, which replaces files of
+        the same names, and an older set of `consolidated` files whole.
+
+        `max_shard_bytes` bounds the data of one file; a larger tensor gets a file of its own.
+        """
+        if max_shard_bytes < 1:
+            raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; it must be 1 or more")
+        self.folder = Path(folder)
+        self._max_shard_bytes = max_shard_bytes
+        self._metadata = {"format": "pt", **(metadata or {})}
+        check_metadata(self._metadata)
+        self._mark = uuid.uuid4().hex
+        self._names: set[str] = set()
+        self._files: dict[str, Path] = {}  # final name -> temporary path
+        self._shards: list[ShardWriter] = []  # all but the last are finished
+        self._open = True
+        self._made_folder = False
+        with self._writing():
+            self._made_folder = not self.folder.exists()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            content = sorted(os.listdir(self.folder))
+        if content and not overwrite:
+            raise CheckpointError(
+                f"{self.folder}: not empty: {listed(content)}. Give an empty folder or "
+                "overwrite=True"
+            )
+
+    def add(self, name: str, tensor: torch.Tensor, dtype: str | None = None) -> None:
+        """Write one tensor, of any strides and device. It is not kept.
+
+        `dtype` names the format's type where the torch dtype does not: "F8_E8M0" for uint8.
+        Raises CheckpointError; a refused tensor leaves the writer usable, a failed write ends it.
+        """
+        self._check_open()
+        if name in self._names:
+            raise CheckpointError(f"{self.folder}: tensor {shown(name)} added twice")
+        stored = check_tensor(name, tensor, dtype)
+        with self._writing():
+            shard = self._shard_for(tensor.nbytes, entry_bytes(name, stored, tensor.shape))
+            shard.add(name, tensor, stored)
+        self._names.add(name)
+
+    def add_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write `content` to a file beside the tensors, such as params.json."""
+        self._check_open()
+        if Path(name).name != name or not name.endswith(".json"):
+            raise CheckpointError(f"file name {shown(name)}: must be a plain name in .json")
+        if name in self._files or name.startswith(KIND):
+            raise CheckpointError(f"{self.folder}: {name} is taken")
+        try:
+            text = json.dumps(content, indent=2, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{name}: can't be written as JSON: {error}") from error
+        with self._writing():
+            self._write_file(name, text)
+
+    def close(self) -> None:
+        """Finish the last file, write the index, give all files their final names."""
+        if not self._open:
+            return
+        with self._writing():
+            if not self._shards:
+                raise CheckpointError(f"{self.folder}: no tensor was added")
+            self._shards[-1].finish()
+            count = len(self._shards)
+            weight_map: dict[str, str] = {}
+            for number, shard in enumerate(self._shards, 1):
+                file = f"{KIND}{f'-{number:05d}-of-{count:05d}' if count > 1 else ''}{SUFFIX}"
+                self._files[file] = shard.path
+                weight_map |= dict.fromkeys(shard.names, file)
+            if count > 1:
+                total = sum(shard.nbytes for shard in self._shards)
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                self._write_file(KIND + INDEX_SUFFIX, json.dumps(index, indent=1))
+            self._publish()
+        self._open = False
+
+    def abort(self) -> None:
+        """Drop everything written so far; the folder is as it was."""
+        if not self._open:
+            return
+        self._open = False
+        for shard in self._shards:
+            shard.drop()
+        for path in self._files.values():
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        if self._made_folder:
+            with suppress(OSError):
+                self.folder.rmdir()
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise CheckpointError(f"{self.folder}: the writer is closed; make a new one")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Whatever goes wrong inside ends the writer."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"{self.folder}: can't be written: {os_reason(error)}"
+                ) from error
+            raise
+
+    def _temporary(self, label: str) -> Path:
+        return self.folder / f".writing-{self._mark}-{label}"
+
+    def _shard_for(self, nbytes: int, header_bytes: int) -> ShardWriter:
+        """The file that takes a tensor: the current one, or a new one once that is full."""
+        shard = self._shards[-1] if self._shards else None
+        if shard is None or (
+            shard.names
+            and (
+                shard.nbytes + nbytes > self._max_shard_bytes
+                or shard.header_bytes + header_bytes > MAX_HEADER_BYTES
+            )
+        ):
+            if shard is not None:
+                shard.finish()
+            shard = ShardWriter(self._temporary(str(len(self._shards) + 1)), self._metadata)
+            self._shards.append(shard)
+        return shard
+
+    def _write_file(self, name: str, text: str) -> None:
+        path = self._files[name] = self._temporary(name)
+        with open(path, "wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _publish(self) -> None:
+        """Give all files their final names, or none; the index, as the last, says it is whole."""
+        replaced: list[tuple[Path, Path]] = []  # (where it is now, its name before)
+        done: list[Path] = []
+        try:
+            for path in sorted(self.folder.iterdir()):
+                if path.name in self._files or (
+                    path.name.startswith(KIND) and path.name.endswith((SUFFIX, INDEX_SUFFIX))
+                ):
+                    if path.is_dir():
+                        raise CheckpointError(f"{path}: a folder, which can't be replaced")
+                    # Not a name that abort removes: if it can't be put back it must survive.
+                    aside = self.folder / f".replaced-{self._mark}-{path.name}"
+                    path.rename(aside)
+                    replaced.append((aside, path))
+            for name, path in self._files.items():
+                path.rename(self.folder / name)
+                done.append(self.folder / name)
+            _sync_folder(self.folder)
+        except BaseException:
+            for path in done:
+                path.unlink(missing_ok=True)
+            for aside, path in replaced:
+                with suppress(OSError):  # the others shall come back; the first error is raised
+                    aside.rename(path)
+            raise
+        for aside, _ in replaced:
+            with suppress(OSError):
+                aside.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the renames last: a folder's entries are data of the folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

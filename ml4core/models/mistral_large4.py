@@ -1,0 +1,69 @@
+"""The decoder's forward: a pure function of tensors at fixed shapes. The one loop over layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ml4core.api import KVCache, LayerKV, Selection, StepOutput, StepPlan
+from ml4core.compose.bind import BoundModel
+
+
+class ModelWeights(NamedTuple):
+    """Weights as the session laid them out: ``GLOBAL_WEIGHTS`` by name, and ``LAYER_WEIGHTS`` of
+    each layer.
+    """
+
+    top: Mapping[str, Any]
+    layers: tuple[Mapping[str, Any], ...]
+
+
+class KVState(NamedTuple):
+    """The caches by owning layer. A consumer has none: it is given its owner's."""
+
+    latent: Mapping[int, KVCache]
+    index_keys: Mapping[int, KVCache]
+
+
+def forward(bound: BoundModel, weights: ModelWeights, plan: StepPlan, kv: KVState) -> StepOutput:
+    """Runs one step. Writes the rows' keys into ``kv`` and changes nothing else.
+
+    A selection lives for this call only: each sharer uses that of the nearest owner before it.
+    """
+    spec = bound.model
+    residual = bound.ops["embed"](plan.token_ids, weights.top["embedding"])
+    hidden: Tensor | None = None
+    selection: Selection | None = None
+    taps: dict[int, Tensor] = {}
+    real = plan.visible > 0
+    fault = torch.zeros((), dtype=torch.bool, device=residual.device)
+    for layer, call in zip(spec.layers, bound.layers, strict=True):
+        last = layer.index + 1 == len(spec.layers)
+        next_norm = (
+            weights.top["final_norm"] if last else weights.layers[layer.index + 1]["attention_norm"]
+        )
+        caches = LayerKV(kv.latent[layer.kv_source], kv.index_keys.get(layer.index))
+        residual, hidden, selection = call(
+            weights.layers[layer.index],
+            plan,
+            caches,
+            residual,
+            hidden,
+            selection if layer.topk_source is not None else None,
+            next_norm,
+        )
+        if layer.owns_index and selection is not None:
+            fault = fault | (selection.has_nan & real).any()
+        if layer.index in spec.taps:
+            taps[layer.index] = residual
+    if hidden is None:
+        raise RuntimeError(
+            "the last layer returned no normed state although it was given the final norm"
+        )
+    wanted = hidden[plan.logits_indices]
+    logits = bound.ops["gemm"](wanted, weights.top["output"], torch.float32)
+    fault = fault | (logits.isnan().any(-1) & real[plan.logits_indices]).any()
+    return StepOutput(logits, tuple(taps[i] for i in spec.taps), fault)

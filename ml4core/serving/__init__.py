@@ -1,0 +1,1 @@
+"""Text in, text out: the tokenizer, and the server that is built on it."""

@@ -1,0 +1,22 @@
+"""What every test shares: reproducible property tests, and skips where there is no device."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+# No deadline: a busy machine is not a failure. Derandomised: every run tries the same examples.
+settings.register_profile("ml4core", deadline=None, derandomize=True)
+settings.load_profile("ml4core")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needing_device = [item for item in items if item.get_closest_marker("accelerator")]
+    if not needing_device:
+        return
+    import torch  # costs seconds, so only where a test asks
+
+    if not torch.accelerator.is_available():
+        skip = pytest.mark.skip(reason="needs an accelerator, and torch sees none")
+        for item in needing_device:
+            item.add_marker(skip)

@@ -1,0 +1,142 @@
+"""The real process: exit codes, streams that close, signals, what is imported, and a whole answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ML4 = [sys.executable, "-m", "ml4core"]
+
+
+def run(
+    *argv: str | bytes, stdin: bytes | None = None, **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [*ML4, *argv],
+        input=b"" if stdin is None else stdin,
+        capture_output=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--version"], 0),
+        (["nonsense"], 2),
+        (["generate", "m", "--prompt", "a", "--tensor-paralel-size", "8"], 2),
+        (["generate", "m", "--prompt", "a", "-tp", "0"], 2),
+        (["generate", "m", "--prompt", "a", "-tp", "8"], 3),
+        (["generate", "/no/such/folder", "--prompt", "a"], 1),
+        (["inspect", "/no/such/folder"], 1),
+        (["bench"], 2),
+    ],
+)
+def test_exit_codes(words: list[str], code: int) -> None:
+    done = run(*words)
+    assert done.returncode == code
+    assert bool(done.stdout) == (code == 0)
+    assert bool(done.stderr) == (code != 0)
+    assert b"Traceback" not in done.stderr
+
+
+def test_light_commands_import_no_torch() -> None:
+    code = (
+        "import sys\nfrom ml4core.cli import main\n"
+        "for words in (['--version'], ['generate', '--help'], ['generate', 'm', '-tp', '8']):\n"
+        "    main(words)\n"
+        "heavy = {'torch', 'mistral_common', 'transformers', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_a_reader_that_leaves_ends_the_run_quietly() -> None:
+    words = [*ML4, "inspect", str(Path(__file__).resolve().parents[3] / PUBLISHED), "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()  # before a word is written
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait(60) == 141
+    assert said == b""
+
+
+PUBLISHED = "ml4core/assets/published/params.json"
+
+
+def test_bytes_that_are_no_text() -> None:
+    done = run("generate", "m", "--prompt", b"a\xff")
+    assert done.returncode == 1
+    assert b"--prompt: no UTF-8 text" in done.stderr
+    done = run("inspect", b"/no/\xff")
+    assert done.returncode == 1
+    assert b"no such folder" in done.stderr
+
+
+def test_a_whole_answer(checkpoint: Path) -> None:
+    words = ["generate", str(checkpoint), "--backend", "cpu", "--max-tokens", "5", "--ignore-eos"]
+    done = run(*words, "--prompt", "Tell me a story.", "--json", "--report")
+    assert (done.returncode, done.stderr) == (0, b"")
+    answer = json.loads(done.stdout)
+    (completion,) = answer["completions"]
+    assert len(completion["token_ids"]) == 5
+    assert completion["finish_reason"] == "length"
+    assert answer["report"]["backend"]["name"] == "cpu"
+    streamed = run(*words, "--prompt-file", "-", "--report", stdin=b"Tell me a story.\n")
+    assert streamed.returncode == 0
+    assert streamed.stdout.decode() == completion["text"] + "\n"
+    report = streamed.stderr.decode()
+    assert "backend: name cpu, distribution ml4core" in report
+    assert [line.split()[:4] for line in report.splitlines() if line.startswith("decoder_layer")]
+
+
+def test_output_without_a_unicode_encoding_is_escaped(checkpoint: Path) -> None:
+    words = ["--max-tokens", "12", "--ignore-eos", "--temperature", "3", "--seed", "5", "--raw"]
+    command = ["generate", str(checkpoint), "--backend", "cpu", "--prompt", "čaj", *words]
+    done = run(*command, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+    whole = run(*command, PYTHONIOENCODING="utf-8")
+    assert done.stdout == whole.stdout.decode().encode("ascii", errors="backslashreplace")
+
+
+def test_prompts_that_do_not_fit_are_told_with_the_limit(checkpoint: Path) -> None:
+    """B106: the context's end, and one over."""
+    words = ["generate", str(checkpoint), "--backend", "cpu", "--raw", "--max-tokens", "9"]
+    one_token = ["--prompt", " the"]  # two ids, with that of the beginning
+    done = run(*words, *one_token, "--max-model-len", "3", "--ignore-eos", "--json")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(json.loads(done.stdout)["completions"][0]["token_ids"]) == 1
+    done = run(*words, *one_token, "--max-model-len", "2")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert b"prompt: 2 tokens" in done.stderr
+
+
+def test_a_backend_that_is_not_there_is_refused_by_name(checkpoint: Path) -> None:
+    """B122: no other takes its place."""
+    done = run("generate", str(checkpoint), "--backend", "absent", "--prompt", "a", "-tp", "2")
+    assert (done.returncode, done.stdout) == (3, b"")
+    assert b"absent" in done.stderr
+    assert b"--tensor-parallel-size" in done.stderr
+
+
+def test_an_interrupt_ends_with_130(checkpoint: Path) -> None:
+    words = ["--prompt", "a", "--max-tokens", "8000", "--ignore-eos", "--backend", "cpu"]
+    command = [*ML4, "generate", str(checkpoint), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1)  # it generates
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert b"Traceback" not in process.stderr.read()

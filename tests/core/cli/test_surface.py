@@ -1,0 +1,99 @@
+"""The command line is an interface: what it holds is written down here, and changes on purpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import typer
+
+from ml4core.cli.app import build_app
+from ml4core.engine.args import FLAGS
+
+COMMANDS = ["backends", "checkpoint", "doctor", "generate", "inspect"]
+
+ENGINE_FLAGS = """
+--additional-config --async-scheduling --attention-backend --attention-config --backend --block-size
+--compilation-config --cp-kv-cache-interleave-size --cudagraph-capture-sizes --data-parallel-address
+--data-parallel-rpc-port --data-parallel-size --data-parallel-size-local --data-parallel-start-rank
+--dcp-comm-backend --dcp-q-replicate --decode-context-parallel-size --distributed-executor-backend
+--download-dir --dtype --enable-auto-tool-choice --enable-ep-weight-filter --enable-expert-parallel
+--enable-prefix-caching --enforce-eager --gpu-memory-utilization --headless --kv-cache-dtype
+--kv-cache-memory-bytes --kv-transfer-config --limit-mm-per-prompt --load-format --master-addr
+--master-port --max-model-len --max-num-batched-tokens --max-num-seqs --nnodes
+--no-async-scheduling --no-dcp-q-replicate --no-enable-auto-tool-choice
+--no-enable-ep-weight-filter --no-enable-expert-parallel --no-enable-prefix-caching
+--no-enforce-eager --no-headless --node-rank --pipeline-parallel-size
+--prefill-context-parallel-size --quantization --reasoning-parser --revision --scheduling-policy
+--seed --served-model-name --speculative-config --tensor-parallel-size --tokenizer
+--tokenizer-mode --tool-call-parser -dcp -dp -n -pcp -pp -r -tp
+"""
+
+OPTIONS = {
+    "": "--version",
+    "backends": "--json",
+    "doctor": "--json",
+    "inspect": "--json",
+    "checkpoint": "",
+    "checkpoint make": "--format --if-missing --overwrite --seed",
+    "generate": """--chat --raw --ignore-eos --json --max-tokens --prompt --prompt-file --report
+        --stop-token-ids --stream --no-stream --temperature """
+    + ENGINE_FLAGS,
+}
+
+
+def command(words: str) -> Any:
+    found: Any = typer.main.get_command(build_app())
+    for word in words.split():
+        found = found.commands[word]
+    return found
+
+
+def test_commands() -> None:
+    assert sorted(command("").commands) == COMMANDS
+
+
+@pytest.mark.parametrize("words", OPTIONS)
+def test_options(words: str) -> None:
+    options = [p for p in command(words).params if p.param_type_name == "option"]
+    names = sorted(name for option in options for name in (*option.opts, *option.secondary_opts))
+    assert names == sorted(OPTIONS[words].split())
+
+
+def test_help_shows_every_flag_in_its_panel(ml4: Any) -> None:
+    done = ml4("generate", "--help")
+    assert (done.code, done.err) == (0, "")
+    sections = dict.fromkeys(("Model", "Memory", "Parallel", "Features"), "")
+    title = ""
+    for line in done.out.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            title = line[:-1]
+        elif title in sections:
+            sections[title] += line + "\n"
+    for flag in FLAGS.values():
+        assert flag.name in sections[flag.panel].split(), flag.name
+        assert all(choice in sections[flag.panel] for choice in flag.choices)
+    assert "-tp, --tensor-parallel-size INTEGER" in sections["Parallel"]
+    assert "--enforce-eager / --no-enforce-eager" in sections["Features"]
+
+
+def test_help_says_what_has_not_landed(ml4: Any) -> None:
+    words = ml4("generate", "--help").out.split()
+    pages = " ".join(words).split(" --")
+    (speculation,) = [page for page in pages if page.startswith("speculative-config JSON")]
+    (block,) = [page for page in pages if page.startswith("block-size INTEGER")]
+    assert speculation.rstrip(".").endswith("has not landed")
+    assert "has not landed" not in block
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["-h"], ["checkpoint", "--help"]])
+def test_words_for_people_go_to_stdout(ml4: Any, words: list[str]) -> None:
+    done = ml4(*words)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.strip()
+
+
+def test_no_command_is_a_usage_error_that_shows_the_commands(ml4: Any) -> None:
+    done = ml4()
+    assert done.code == 2
+    assert all(name in done.out for name in COMMANDS)

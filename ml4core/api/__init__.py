@@ -21,6 +21,19 @@ from ml4core.api.model import (
 )
 from ml4core.api.ops import OPS, Arg, OpSpec
 from ml4core.api.refusal import Refusal, Refused
+from ml4core.api.speculation import (
+    DRAFT_GROUP,
+    DRAFT_SALT,
+    DRAFT_WEIGHTS,
+    Drafter,
+    DraftOutput,
+    DraftPlan,
+    DraftSpec,
+    DraftWeights,
+    Sampling,
+    Verified,
+    Verifier,
+)
 from ml4core.api.stages import (
     STAGES,
     Accepted,
@@ -33,6 +46,13 @@ from ml4core.api.stages import (
 )
 from ml4core.api.step import Segment, StepExecutor, StepOutput, StepPlan, StepShape
 from ml4core.api.version import API_KEYWORD, API_VERSION, SUPPORTED_API_VERSIONS
+from ml4core.api.vision import (
+    VISION_LAYER_WEIGHTS,
+    VISION_WEIGHTS,
+    VisionShape,
+    VisionSpec,
+    VisionWeights,
+)
 from ml4core.api.weights import GLOBAL_WEIGHTS, LAYER_WEIGHTS, WEIGHT_FORMATS, Weight
 
 __all__ = [
@@ -40,12 +60,17 @@ __all__ = [
     "API_VERSION",
     "BACKENDS_GROUP",
     "COMMANDS_GROUP",
+    "DRAFT_GROUP",
+    "DRAFT_SALT",
+    "DRAFT_WEIGHTS",
     "GLOBAL_WEIGHTS",
     "LAYER_WEIGHTS",
     "OPS",
     "PROJECT",
     "STAGES",
     "SUPPORTED_API_VERSIONS",
+    "VISION_LAYER_WEIGHTS",
+    "VISION_WEIGHTS",
     "VOCABULARY",
     "WEIGHT_FORMATS",
     "Accepted",
@@ -58,6 +83,11 @@ __all__ = [
     "Deployment",
     "Device",
     "DeviceKind",
+    "DraftOutput",
+    "DraftPlan",
+    "DraftSpec",
+    "DraftWeights",
+    "Drafter",
     "Fault",
     "FaultError",
     "IndexerSpec",
@@ -77,6 +107,7 @@ __all__ = [
     "RopeSpec",
     "SSMaxKind",
     "SSMaxSpec",
+    "Sampling",
     "Segment",
     "Selection",
     "Session",
@@ -85,6 +116,11 @@ __all__ = [
     "StepOutput",
     "StepPlan",
     "StepShape",
+    "Verified",
+    "Verifier",
+    "VisionShape",
+    "VisionSpec",
+    "VisionWeights",
     "Weight",
     "YarnSpec",
     "hookimpl",

@@ -17,6 +17,7 @@ from ml4core.api.model import LayerSpec
 from ml4core.api.refusal import Refusal
 from ml4core.api.stages import Candidate
 from ml4core.api.step import StepExecutor, StepShape
+from ml4core.api.vision import VisionShape
 from ml4core.api.weights import Weight
 
 if TYPE_CHECKING:
@@ -116,10 +117,11 @@ class Session(Protocol):
         ...
 
     def providers(
-        self, stage: str, layer: LayerSpec | None, shape: StepShape
+        self, stage: str, layer: LayerSpec | None, shape: StepShape | VisionShape
     ) -> Sequence[Candidate]:
         """Candidates for a stage, best first. Core binds the first accepted one, else the stage's
-        composition.
+        composition. ``layer`` is None for stages of the whole model; the shape is a
+        ``VisionShape`` for ``vision_encoder`` only.
         """
         ...
 
@@ -128,7 +130,9 @@ class Session(Protocol):
     ) -> Mapping[str, Tensor | Weight]:
         """Lays out one layer's weights (``layer`` None: embedding, final norm, output) on the
         device. Called once for each, in order, so that memory peaks at the model plus one layer.
-        Arguments may be reused or dropped."""
+        Arguments may be reused or dropped. Where images are served, ``layer`` is None too for
+        ``VISION_WEIGHTS`` and for ``VISION_LAYER_WEIGHTS`` of each of the encoder's layers; names
+        tell them apart."""
         ...
 
     def alloc_kv(self, layout: KVLayout, blocks: int, block_size: int) -> KVCache:

@@ -166,8 +166,7 @@ def _layout(
         return (codec().encode(rows, scale),)
 
     def decode(tokens: tuple[Tensor, ...], scale: Tensor | None) -> Tensor:
-        values = [_codecs().field_values(part, field, tokens[0]) for field in fields]
-        return codec().decode(values, scale)
+        return codec().decode(tokens[0], scale)
 
     def pack(rows: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
         blocks, block_size = rows.shape[:2]
@@ -181,7 +180,8 @@ def _layout(
     def unpack(arrays: tuple[Tensor, ...], scale: Tensor | None) -> Tensor:
         (array,) = arrays
         block_size = array.shape[1] if part.order == "row" else array.shape[1] // part.width
-        return decode((page_tokens(layout, 0, array, block_size),), scale)
+        # A copy, since unquantised tokens are their own rows.
+        return decode((page_tokens(layout, 0, array, block_size).clone(),), scale)
 
     layout = KVLayout(
         id, role, width, (part,), fields, pack, unpack, encode=encode, decode=decode, **more

@@ -11,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from ml4core.api.vision import VisionSpec
+
+if TYPE_CHECKING:
+    from ml4core.api.speculation import DraftSpec
 
 SSMaxKind = Literal["none", "llama4", "log", "pow", "floor"]
 
@@ -90,7 +95,7 @@ class IndexerSpec:
     @property
     def scale(self) -> float:
         """head_dim^-0.5 * heads^-0.5, of the real head count."""
-        return self.head_dim**-0.5 * self.heads**-0.5
+        return float(self.head_dim**-0.5 * self.heads**-0.5)
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,10 @@ class ModelSpec:
     """Blocks of other parts, as they stand in the file: ``mtp``, ``vision_encoder``,
     ``quantization``.
     """
+    vision: VisionSpec | None = None
+    """The encoder of images; None where there is none, or none is wanted."""
+    draft: DraftSpec | None = None
+    """The drafter; None where there is none, or none is wanted. Its ``taps`` are those above."""
 
     @cached_property
     def kv_owners(self) -> tuple[int, ...]:

@@ -86,20 +86,32 @@ _TABLE = (
     ),
     StageSpec(
         "verify_and_sample",
-        "(logits [T,vocab], sampling) -> (ids [R,Q], counts [R])",
-        "Sampling, or verification of drafts and sampling.",
+        "(logits [R Q,vocab], sampling: Sampling, draft_ids [R,Q-1] | None = None, draft_logits "
+        "[R,Q-1,vocab] | None = None) -> Verified(ids [R,Q], counts [R])",
+        "Draws a token a request, or judges its drafts and adds a token; ``Verifier`` has the "
+        "arguments' meaning. Bound for the shape of the step that made the logits.",
         per_layer=False,
     ),
     StageSpec(
         "draft_block",
-        "(weights, plan, kv, anchors [R], states) -> (draft_ids [R,Q-1], draft_logits)",
-        "The drafter's layers over a block and its sequential head.",
+        "(weights: DraftWeights, plan: DraftPlan, kv: a KVCache each draft layer, taps: [C,H] each)"
+        " -> DraftOutput(ids [R,depth], logits [R,depth,vocab])",
+        "Stores the rows of accepted tokens in the drafter's caches, then runs its layers over a "
+        "block a request and its sequential head. Without context rows (C 0) it stores none; "
+        "without requests (R 0) it only stores. Rows of a block see each other, later ones too. "
+        "Bound for a shape whose verify windows are the blocks and whose prefill rows, if any, are "
+        "the context rows.",
         per_layer=False,
     ),
     StageSpec(
         "vision_encoder",
-        "(weights, patches, positions, cu_seqlens) -> embeddings",
-        "Image patches to embeddings of the decoder's width.",
+        "(weights: VisionWeights, patches [T,C p p], positions [T,2] int64, image_ids [T] int32)"
+        " -> embeddings [T/(s s),H]",
+        "Image patches to embeddings of the decoder's width; letters are those of "
+        "``ml4core.api.vision``. Each s s consecutive patches are a cell, in raster order, and "
+        "give one embedding. Patches of one image are consecutive, have one id, and see each "
+        "other only. A position is (row, column) in its image's grid of patches. Padding is whole "
+        "cells with id -1: it may hold anything and leaves no trace. Every rank runs all of it.",
         per_layer=False,
     ),
 )

@@ -49,7 +49,7 @@ def make(
     elif occupied and not overwrite:
         ways = "--if-missing keeps a complete checkpoint, --overwrite replaces it"
         raise CheckpointError(f"{folder}: not empty; {ways}")
-    with output.progress_bar("writing"):
+    with output.busy(f"writing {folder}"):
         make_seeded(folder, seed=seed, format=format, overwrite=overwrite)
     output.note(f"wrote {folder}")
 

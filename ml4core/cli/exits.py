@@ -41,7 +41,8 @@ def report(error: BaseException) -> int:
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         traceback.print_exception(error)
     code, text = _verdict(error)
-    print(f"error: {text}", file=sys.stderr)
+    if text:
+        print(f"error: {text}", file=sys.stderr)
     return code
 
 
@@ -76,6 +77,8 @@ def _usage_text(error: BaseException) -> str:
     options = getattr(error, "possibilities", None)
     text = str(getattr(error, "message", "")) if options else error.format_message()  # type: ignore[attr-defined]
     text = text.rstrip(".")
+    if not text:  # a group without a command has shown its help
+        return ""
     if options:
         text += f"; did you mean {options[0]}?"
     context = getattr(error, "ctx", None)

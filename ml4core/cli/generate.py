@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ml4core.api import Refused
 from ml4core.cli import output
 from ml4core.cli import report as startup
 from ml4core.cli.exits import UsageError
@@ -16,6 +14,7 @@ from ml4core.cli.prompts import read_prompts
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
 from ml4core.engine.sampling_params import SamplingParams
+from ml4core.registry import Choice
 from ml4core.serving.tokenizer import Tokenizer, find_tokenizer
 
 
@@ -63,7 +62,9 @@ def generate(
     ] = False,
 ) -> None:
     """Answer prompts."""
-    _refuse_early(args)
+    from ml4core.engine.llm import choose_backend  # imports torch
+
+    choice = choose_backend(args)
     found = read_prompts(prompt or [], prompt_file or [])
     if stream and (as_json or len(found) > 1):
         raise UsageError("--stream: works for a single prompt, without --json")
@@ -79,11 +80,12 @@ def generate(
             raise RequestError("--stop-token-ids", token, f"ids from 0 to {vocab_size - 1}")
     ids = [_encode(tokenizer, field, text, chat) for field, text in found]
     live = not as_json and len(found) == 1 if stream is None else stream
-    _run(args, tokenizer, ids, params, live=live, as_json=as_json, report=report)
+    _run(args, choice, tokenizer, ids, params, live=live, as_json=as_json, report=report)
 
 
 def _run(
     args: EngineArgs,
+    choice: Choice,
     tokenizer: Tokenizer,
     ids: list[list[int]],
     params: SamplingParams,
@@ -92,12 +94,13 @@ def _run(
     as_json: bool,
     report: bool,
 ) -> None:
-    from ml4core.engine.llm import open_engine  # imports torch
+    from ml4core.engine.llm import open_engine
 
     longest = max(map(len, ids)) + params.max_tokens
     with output.progress_bar("loading") as progress:
         engine = open_engine(
             args,
+            choice=choice,
             sequences=len(ids),
             tokens_each=longest,
             eos_ids=frozenset({tokenizer.eos_id}),
@@ -136,25 +139,13 @@ def _run(
         output.write(f"{head}{text}\n")
 
 
-def _refuse_early(args: EngineArgs) -> None:
-    """A part that has not landed ends the run before a prompt is read or a model downloaded."""
-    refusals = args.refusals()
-    if refusals and not Path(args.model).expanduser().exists():
-        raise Refused(refusals)
-    if refusals:
-        from ml4core.engine.llm import open_engine
-
-        open_engine(args)  # raises Refused, with the backend's reasons beside these
-        raise Refused(refusals)
-
-
 def _open_tokenizer(args: EngineArgs) -> tuple[EngineArgs, Tokenizer, int]:
     """The tokenizer, and the model's vocabulary size; ``args`` then name a local folder."""
     from ml4core.models.checkpoint import Checkpoint
     from ml4core.models.hub import resolve_model
     from ml4core.models.tensors import load_model_spec
 
-    folder = resolve_model(args.model, args.revision)
+    folder = resolve_model(args.model, args.revision, args.download_dir)
     spec = load_model_spec(Checkpoint.open(folder))
     tokenizer = Tokenizer.load(find_tokenizer(folder, args.tokenizer))
     tokenizer.check_vocab(spec.vocab_size)

@@ -7,13 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TextIO
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 PIPE_CLOSED = 128 + 13
 """Exit code when the reader of stdout has gone: what a shell shows for SIGPIPE."""
@@ -78,6 +79,14 @@ def progress_bar(what: str) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Says on stderr that something goes on whose length isn't known, where that is a terminal."""
+    console = Console(stderr=True)
+    with console.status(Text(what)) if console.is_terminal else nullcontext():
+        yield
 
 
 def _rendered(grid: Table, stream: TextIO) -> str:

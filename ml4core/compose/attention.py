@@ -11,6 +11,8 @@ from torch import Tensor
 from ml4core.api import AttnInputs, LayerKV, Selection, StepPlan
 from ml4core.compose.context import StageContext
 from ml4core.compose.hadamard import hadamard
+from ml4core.compose.ops.attention import sparse_mla as gathered_mla
+from ml4core.compose.ops.window import selected_mla
 from ml4core.compose.segments import pieces
 
 Weights = Mapping[str, Any]
@@ -148,20 +150,22 @@ def select(ctx: StageContext, children: Children) -> Callable[..., Selection]:
     return call
 
 
+_GATHER_COST = 40
+"""What it costs to gather a key for one row, in units of one head's arithmetic on a key."""
+
+
 def sparse_mla(ctx: StageContext, children: Children) -> Callable[..., tuple[Tensor, Tensor]]:
     layer, ops = ctx.spec, ctx.ops
+    composed = ops["sparse_mla"] is gathered_mla  # a backend's own op is always called
 
     def call(
         plan: StepPlan, kv: LayerKV, q: Tensor, selection: Selection | None
     ) -> tuple[Tensor, Tensor]:
-        if selection is not None:
-            out, lse = ops["sparse_mla"](
-                q, kv.latent, selection.slots, selection.lens, layer.softmax_scale
-            )
-            return out, lse
         table = plan.block_tables["latent"]
-        found = [
-            ops["window_mla"](
+        columns = table.shape[1] * kv.latent.block_size
+        outs, lses = [], []
+        for piece in pieces(plan):
+            paged = (
                 q[piece.rows],
                 kv.latent,
                 table[piece.requests],
@@ -169,14 +173,26 @@ def sparse_mla(ctx: StageContext, children: Children) -> Callable[..., tuple[Ten
                 plan.visible[piece.rows],
                 piece.max_rows,
                 layer.softmax_scale,
-                None,
             )
-            for piece in pieces(plan)
-        ]
-        outs, lses = zip(*found, strict=True)
+            if selection is None:
+                out, lse = ops["window_mla"](*paged, None)
+            elif composed and _whole_pages_pay(
+                piece.max_rows, columns, selection.positions.shape[1], layer.heads
+            ):
+                out, lse = selected_mla(*paged, selection.positions[piece.rows])
+            else:
+                slots, lens = selection.slots[piece.rows], selection.lens[piece.rows]
+                out, lse = ops["sparse_mla"](paged[0], kv.latent, slots, lens, layer.softmax_scale)
+            outs.append(out)
+            lses.append(lse)
         return torch.cat(outs), torch.cat(lses)
 
     return call
+
+
+def _whole_pages_pay(rows: int, columns: int, topk: int, heads: int) -> bool:
+    """Whether a chunk attends faster to whole pages under a mask than to gathered keys."""
+    return rows >= 16 and columns * heads <= topk * (heads + _GATHER_COST)
 
 
 def attn_output(ctx: StageContext, children: Children) -> Callable[..., tuple[Tensor, Tensor]]:

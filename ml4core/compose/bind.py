@@ -4,7 +4,7 @@ of each choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from ml4core.api import (
     OPS,
     STAGES,
     Accepted,
+    Candidate,
     Capabilities,
     LayerSpec,
     ModelSpec,
@@ -21,8 +22,9 @@ from ml4core.api import (
     Rejected,
     Session,
     StepShape,
+    VisionShape,
 )
-from ml4core.compose import attention, ffn, layer, unabsorbed
+from ml4core.compose import attention, draft, ffn, layer, unabsorbed, verify, vision
 from ml4core.compose.context import StageContext
 from ml4core.compose.ops import COMPOSED
 
@@ -38,6 +40,9 @@ _BUILDERS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
         "sparse_mla": attention.sparse_mla,
         "attn_output": attention.attn_output,
         "ffn": ffn.ffn,
+        "verify_and_sample": verify.verify_and_sample,
+        "draft_block": draft.draft_block,
+        "vision_encoder": vision.vision_encoder,
     }
 )
 
@@ -127,27 +132,56 @@ def bind_model(session: Session, context: StageContext, shape: StepShape) -> Bou
     return BoundModel(context.model, tuple(layers), context.ops, tuple(found.values()))
 
 
+def bind_global_stage(
+    name: str, session: Session, context: StageContext, shape: StepShape | VisionShape
+) -> tuple[Callable[..., Any], Choice]:
+    """Binds a stage of the whole model: the session's first accepted candidate, else composition.
+
+    ``context.layer`` is ignored. Raises ``ValueError`` for a name that is no such stage, and
+    ``Refused`` with each candidate's reasons if nobody serves it.
+    """
+    if name not in STAGES or STAGES[name].per_layer:
+        known = ", ".join(stage for stage, spec in STAGES.items() if not spec.per_layer)
+        raise ValueError(f"{name!r} is no stage of the whole model; these are {known}")
+    step_kind = shape.kind if isinstance(shape, StepShape) else "*"
+    accepted, rejected = _first_accepted(session.providers(name, None, shape))
+    if accepted is not None:
+        choice = Choice(name, "*", step_kind, accepted.provider, "backend", accepted.version)
+        return accepted.call, replace(choice, rejected=rejected)
+    if name not in _BUILDERS:
+        reason = "neither offered by the backend nor composed by core"
+        own = Refusal("core", f"stage:{name}", reason, "a backend that offers it")
+        raise Refused(
+            [own, *(refusal for each in rejected for refusal in each.refusals)], f"stage {name!r}"
+        )
+    call = _BUILDERS[name](replace(context, layer=None), {})
+    return call, Choice(name, "*", step_kind, COMPOSE, "core", rejected=rejected)
+
+
+def _first_accepted(
+    candidates: Sequence[Candidate],
+) -> tuple[Accepted | None, tuple[Rejected, ...]]:
+    """The first candidate that serves, and those passed over on the way to it."""
+    rejected: list[Rejected] = []
+    for candidate in candidates:
+        if isinstance(candidate, Accepted):
+            return candidate, tuple(rejected)
+        rejected.append(candidate)
+    return None, tuple(rejected)
+
+
 def _bind_stage(
     name: str, session: Session, context: StageContext, shape: StepShape
 ) -> tuple[Callable[..., Any], list[Choice]]:
     spec: LayerSpec = context.spec
     flagged = name == "attention" and context.mla_form == "unabsorbed"
-    rejected: list[Rejected] = []
     # A form asked for by flag is core's own composition: other candidates don't have it.
     holds_flag = context.mla_form == "unabsorbed" and name in ("decoder_layer", "attention")
-    for candidate in () if holds_flag else session.providers(name, spec, shape):
-        if isinstance(candidate, Accepted):
-            choice = Choice(
-                name,
-                spec.kind,
-                shape.kind,
-                candidate.provider,
-                "backend",
-                candidate.version,
-                rejected=tuple(rejected),
-            )
-            return candidate.call, [choice]
-        rejected.append(candidate)
+    candidates = () if holds_flag else session.providers(name, spec, shape)
+    accepted, rejected = _first_accepted(candidates)
+    if accepted is not None:
+        choice = Choice(name, spec.kind, shape.kind, accepted.provider, "backend", accepted.version)
+        return accepted.call, [replace(choice, rejected=rejected)]
     children: dict[str, Callable[..., Any]] = {}
     choices: list[Choice] = []
     wanted = ("select",) if flagged else STAGES[name].children
@@ -159,5 +193,5 @@ def _bind_stage(
     build = unabsorbed.attention if flagged else _BUILDERS[name]
     provider = "compose:unabsorbed" if flagged else ("parts" if children else COMPOSE)
     by = "flag" if flagged else "core"
-    own = Choice(name, spec.kind, shape.kind, provider, by, rejected=tuple(rejected))
+    own = Choice(name, spec.kind, shape.kind, provider, by, rejected=rejected)
     return build(context, children), [own, *choices]

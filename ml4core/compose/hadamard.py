@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x [..., D] times H_D * D^-0.5 (Sylvester order); D a power of two. Orthogonal, so dot products stay."""
+    """x [..., D] times H_D * D^-0.5 (Sylvester order); D a power of two. Orthogonal, so dot
+    products stay.
+    """
     dim = x.shape[-1]
     if dim & (dim - 1):
         raise ValueError(f"the Hadamard transform needs a power of two, got width {dim}")

@@ -20,6 +20,7 @@ from ml4core.api import (
     LayerSpec,
     StepOutput,
     StepShape,
+    VisionShape,
     Weight,
 )
 from ml4core.compose.ops import COMPOSED
@@ -55,7 +56,7 @@ class CpuSession:
         self._dtype = getattr(torch, deployment.dtype)
 
     def providers(
-        self, stage: str, layer: LayerSpec | None, shape: StepShape
+        self, stage: str, layer: LayerSpec | None, shape: StepShape | VisionShape
     ) -> Sequence[Candidate]:
         return ()
 

@@ -39,7 +39,9 @@ class Model:
     )
     revision: str | None = flag(None, "branch, tag or commit of a hub model", metavar="NAME")
     download_dir: str | None = flag(
-        None, "folder for what is downloaded; default: the hub's cache", metavar="FOLDER"
+        None,
+        "folder for what is downloaded; default: the hub's cache",
+        metavar="FOLDER",
     )
     tokenizer: str | None = flag(
         None, "tekken file, or a folder with one; default: the model's", metavar="PATH"
@@ -67,7 +69,7 @@ class Model:
     )
     quantization: str | None = flag(
         None,
-        "quantise while loading",
+        "quantize while loading",
         metavar="NAME",
         part="quantisation at loading",
         remedy="leave it out: the checkpoint's own formats are read as they are",

@@ -21,7 +21,7 @@ from ml4core.engine.kv_pool import KVPlan
 from ml4core.engine.runner import ModelRunner
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.models.checkpoint import Checkpoint
-from ml4core.models.hub import resolve_model
+from ml4core.models.hub import is_local, resolve_model
 from ml4core.models.tensors import load_model_spec, validate
 from ml4core.models.weights import load_layers
 
@@ -120,9 +120,27 @@ class Engine:
         self.runner.session.close()
 
 
+def choose_backend(args: EngineArgs) -> registry.Choice:
+    """The backend that ``args`` ask for, found before any model is looked for.
+
+    Raises ``Refused`` with every reason; flags whose part has not landed are among them, and are
+    alone enough where a model would have to be downloaded first.
+    """
+    refusals = list(args.refusals())
+    kind = args.additional_config.get("device")
+    try:
+        choice = registry.select(args.backend, device_kind=str(kind) if kind else None)
+    except Refused as refused:
+        raise Refused([*refusals, *refused.refusals], refused.what) from None
+    if refusals and not is_local(args.model):
+        raise Refused(refusals)
+    return choice
+
+
 def open_engine(
     args: EngineArgs,
     *,
+    choice: registry.Choice | None = None,
     sequences: int = 1,
     tokens_each: int | None = None,
     eos_ids: frozenset[int] = frozenset(),
@@ -131,6 +149,7 @@ def open_engine(
     """Opens ``args.model`` on ``args.backend``.
 
     Args:
+        choice: what ``choose_backend`` gave for these ``args``, if it was asked already.
         sequences: how many sequences will be wanted at once, at most ``max_num_seqs`` of them.
         tokens_each: longest sequence that will be wanted; None for the whole context.
         eos_ids: tokens that end an answer; the tokenizer knows them.
@@ -141,19 +160,14 @@ def open_engine(
         CheckpointError: the checkpoint can't be used.
         RequestError: a flag's value can't be.
     """
-    refusals = list(args.refusals())
-    kind = args.additional_config.get("device")
-    try:
-        choice = registry.select(args.backend, device_kind=str(kind) if kind else None)
-    except Refused as refused:
-        raise Refused([*refusals, *refused.refusals], refused.what) from None
-    checkpoint = Checkpoint.open(resolve_model(args.model, args.revision))
+    choice = choice or choose_backend(args)
+    checkpoint = Checkpoint.open(resolve_model(args.model, args.revision, args.download_dir))
     spec = load_model_spec(checkpoint)
     tensors = validate(checkpoint, spec)
     deployment = resolving.resolve(
         args, spec, tensors.formats, tensors.nbytes, choice.device, choice.capabilities
     )
-    refusals += resolving.layout_refusals(deployment)
+    refusals = [*args.refusals(), *resolving.layout_refusals(deployment)]
     registry.check(deployment, choice.capabilities, choice.manager, refusals)
     session = choice.backend.open(deployment)
     try:

@@ -14,6 +14,9 @@ _KV_BY_FLAG = {"bfloat16": "bf16", "float32": "fp32", "fp8_ds_mla": "fp8_ds_mla"
 the backend's.
 """
 
+PRIVATE = "x-"
+"""How ids of private layouts begin."""
+
 _STEP_OPS = (
     "embed",
     "rms_norm",
@@ -131,14 +134,16 @@ def resolve(
     )
 
 
-def layout_refusals(deployment: Deployment, private: Iterable[str] = ()) -> list[Refusal]:
-    """Reasons against the layouts at this model's widths and page size."""
+def layout_refusals(deployment: Deployment) -> list[Refusal]:
+    """Reasons against the open layouts at this model's widths and page size. A private layout is
+    its backend's to judge.
+    """
     found = []
     for id, make in (
         (deployment.kv_layout, lambda: latent(deployment)),
         (deployment.index_layout, lambda: index(deployment)),
     ):
-        if id in private:
+        if id.startswith(PRIVATE):
             continue
         try:
             make().check_block_size(deployment.block_size)

@@ -59,6 +59,7 @@ class ModelRunner:
         done: list[Mapping[str, Any]] = []
         for spec, weights in layers:
             prepared = self.session.prepare_weights(weights, spec)
+            del weights  # else one layer's source stays alive while the next is read
             if spec is None:
                 top = prepared
             else:

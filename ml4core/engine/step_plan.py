@@ -27,6 +27,7 @@ def build_plan(
     pad_requests: int = 0,
     pad_rows: int = 0,
     pad_pages: int = 0,
+    pad_logits: int = 0,
     all_logits: bool = False,
 ) -> StepPlan:
     """The plan of a step in which each sequence computes its next ``rows`` tokens.
@@ -38,6 +39,7 @@ def build_plan(
         pad_requests, pad_rows: lower bounds of the last segment's requests and rows; for plans
             without chunks, rows follow from requests.
         pad_pages: lower bound of the block tables' width.
+        pad_logits: lower bound of the logit rows; those beyond the real ones repeat row 0.
         all_logits: logits of every real row, in row order; else of each sequence's last row, in row
             order.
     """
@@ -65,19 +67,20 @@ def build_plan(
             rows = max(real, pad_rows)
             padded_tail = rows - real
             segments[i] = Segment(requests, rows, items[-1][1] if not pad_rows else rows)
-    return _tensors(spans, segments, padded_tail, groups, block_size, device, pad_pages, all_logits)
+    pads = (padded_tail, pad_pages, pad_logits)
+    return _tensors(spans, segments, pads, groups, block_size, device, all_logits)
 
 
 def _tensors(
     spans: list[tuple[Sequence | None, int]],
     segments: list[Segment],
-    padded_tail: int,
+    pads: tuple[int, int, int],
     groups: Seq[str],
     block_size: int,
     device: torch.device | str,
-    pad_pages: int,
     all_logits: bool,
 ) -> StepPlan:
+    padded_tail, pad_pages, pad_logits = pads
     ids: list[int] = []
     positions: list[int] = []
     visible: list[int] = []
@@ -117,7 +120,10 @@ def _tensors(
         page = table[owner, position // block_size].long()
         slots[group] = torch.where(real, page * block_size + position % block_size, -1).to(device)
         tables[group] = table.to(device)
-    shape = StepShape(*segments, tuple((g, width) for g in groups), len(logits))
+    logits += [0] * (pad_logits - len(logits))
+    pages_wide = tuple((group, width) for group in groups)
+    decode, verify, prefill = segments
+    shape = StepShape(decode, verify, prefill, pages_wide, len(logits))
     return StepPlan(
         shape=shape,
         token_ids=torch.tensor(ids, dtype=torch.int64, device=device),

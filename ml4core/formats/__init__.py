@@ -1,7 +1,7 @@
 """Number formats in plain torch, bit exact wherever float32 division and casts are IEEE 754's.
 
 Each module is one format. Element formats have `encode` and `decode`; formats with scales have
-`quantise` and `dequantise`. Stored bytes are uint8. All functions but `check_scales` can be
+`quantize` and `dequantize`. Stored bytes are uint8. All functions but `check_scales` can be
 traced: they never look at the data.
 
 e4m3           8-bit float, flavours e4m3fn and e4m3fnuz

@@ -36,7 +36,7 @@ def block_scale(amax: Tensor, flavour: str, pow2: bool = False) -> Tensor:
     return amax / torch.full((), limit, dtype=torch.float32, device=amax.device)
 
 
-def quantise_weight(
+def quantize_weight(
     weight: Tensor, flavour: str = "e4m3fn", pow2: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Bytes uint8 and scales float32 [..., ceil(N/128), ceil(K/128)] of `weight` [..., N, K]."""
@@ -49,7 +49,7 @@ def quantise_weight(
     return join_last(code, columns), scale
 
 
-def dequantise_weight(
+def dequantize_weight(
     code: Tensor, scale: Tensor, flavour: str = "e4m3fn", dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The weight [..., N, K] in `dtype` of E4M3 `code` [..., N, K] and its scales.
@@ -63,7 +63,7 @@ def dequantise_weight(
     return join_last(blocks * _per_row(scale, rows), columns).to(dtype)
 
 
-def quantise_activation(
+def quantize_activation(
     x: Tensor, flavour: str = "e4m3fn", pow2: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Bytes uint8 [..., K] and float32 scales [..., ceil(K/128)] of `x` [..., K]."""
@@ -73,7 +73,7 @@ def quantise_activation(
     return join_last(code, x.shape[-1]), scale
 
 
-def dequantise_activation(
+def dequantize_activation(
     code: Tensor, scale: Tensor, flavour: str = "e4m3fn", dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The activation [..., K] in `dtype` of E4M3 `code` [..., K] and `scale` [..., ceil(K/128)]."""

@@ -24,16 +24,16 @@ def scale_rows(part_rows: Sequence[int]) -> int:
 def stack_rows(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One weight of several stacked by rows, each bytes [N_i, K] and its scales.
 
-    ValueError if a part other than the last is not a whole number of blocks: dequantise such parts
-    and quantise the stack.
+    ValueError if a part other than the last is not a whole number of blocks: dequantize such parts
+    and quantize the stack.
     """
     for index, (code, _) in enumerate(parts[:-1]):
         rows = code.shape[-2]
         if rows % BLOCK:
             raise ValueError(
                 f"part {index} of {len(parts)} has {rows} rows, not a multiple of {BLOCK}: its "
-                f"last block would run into part {index + 1}. Put it last, or dequantise the "
-                "parts and quantise the stack"
+                f"last block would run into part {index + 1}. Put it last, or dequantize the "
+                "parts and quantize the stack"
             )
     code = torch.cat([code for code, _ in parts], dim=-2)
     return code, torch.cat([scale for _, scale in parts], dim=-2)
@@ -48,7 +48,7 @@ def slice_rows(code: Tensor, scale: Tensor, start: int, stop: int) -> tuple[Tens
     if start % BLOCK or (stop % BLOCK and stop != rows):
         raise ValueError(
             f"rows {start}..{stop} of {rows} do not fall on blocks of {BLOCK} rows; "
-            f"cut at multiples of {BLOCK} or dequantise first"
+            f"cut at multiples of {BLOCK} or dequantize first"
         )
     return code[..., start:stop, :], scale[..., start // BLOCK : block_count(stop, BLOCK), :]
 

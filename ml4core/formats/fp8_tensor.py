@@ -26,7 +26,7 @@ def on_device(scale: Tensor | float, like: Tensor) -> Tensor:
     return torch.full((), scale, dtype=torch.float32, device=like.device)
 
 
-def quantise(
+def quantize(
     x: Tensor, flavour: str = "e4m3fn", scale: Tensor | float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Bytes uint8 [...] and the float32 scale [] of `x` [...].
@@ -39,7 +39,7 @@ def quantise(
     return e4m3.encode(x.to(torch.float32) / scale, flavour), scale
 
 
-def dequantise(
+def dequantize(
     code: Tensor, scale: Tensor | float, flavour: str = "e4m3fn", dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The values [...] in `dtype` of E4M3 `code` [...]; the product is formed in float32."""
@@ -52,5 +52,5 @@ def fuse(parts: Sequence[tuple[Tensor, Tensor]], flavour: str = "e4m3fn") -> tup
     The largest scale serves all: parts that have it keep their bytes, the others are rounded anew.
     """
     scale = torch.stack([own.to(torch.float32).reshape(()) for _, own in parts]).amax()
-    codes = [quantise(dequantise(code, own, flavour), flavour, scale)[0] for code, own in parts]
+    codes = [quantize(dequantize(code, own, flavour), flavour, scale)[0] for code, own in parts]
     return torch.cat(codes, dim=-2), scale

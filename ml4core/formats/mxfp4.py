@@ -42,7 +42,7 @@ def scale_exponent(amax: Tensor, rule: str) -> Tensor:
     return exponent.clamp(e8m0.MIN_EXPONENT, e8m0.MAX_EXPONENT)
 
 
-def quantise(x: Tensor, rule: str = "even") -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, rule: str = "even") -> tuple[Tensor, Tensor]:
     """Packed codes uint8 [..., K/2] and E8M0 scales uint8 [..., K/32] of `x` [..., K].
 
     Values that are not finite don't count for a group's scale: infinities become the largest code,
@@ -56,7 +56,7 @@ def quantise(x: Tensor, rule: str = "even") -> tuple[Tensor, Tensor]:
     return e2m1.pack(code.flatten(-2)), e8m0.from_exponent(exponent)
 
 
-def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values [..., K] in `dtype` of codes uint8 [..., K/2] and E8M0 scales uint8 [..., K/32].
 
     A scale of 0xFF makes its group NaN. ValueError if the shapes do not belong together.

@@ -53,7 +53,7 @@ def reciprocal(global_scale: Tensor) -> Tensor:
     return torch.ones_like(global_scale, dtype=torch.float32) / global_scale.to(torch.float32)
 
 
-def quantise(
+def quantize(
     x: Tensor, *, divisor: Tensor | None = None, multiplier: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Packed codes uint8 [..., K/2] and e4m3fn scales uint8 [..., K/16] of `x` [..., K].
@@ -79,7 +79,7 @@ def quantise(
     return e2m1.pack(code.flatten(-2)), byte
 
 
-def dequantise(
+def dequantize(
     packed: Tensor,
     scale: Tensor,
     *,

@@ -6,7 +6,7 @@ tensors are compared with the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ml4core.models.assumptions import Evidence
 from ml4core.models.tensor_names import TensorName, canonical
@@ -16,14 +16,16 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class Tensors:
-    """Shapes by canonical name; without any, everything is unknown."""
+    """Shapes by canonical name, as `naming` gives it; without any, everything is unknown."""
 
-    def __init__(self, shapes: Shapes | None) -> None:
+    def __init__(
+        self, shapes: Shapes | None, naming: Callable[[str], TensorName | None] = canonical
+    ) -> None:
         self.known = shapes is not None
         self._shapes: dict[TensorName, tuple[int, ...]] = {}
         self._stems: set[str] = set()
         for name, (_, shape) in (shapes or {}).items():
-            if (key := canonical(name)) is not None:
+            if (key := naming(name)) is not None:
                 self._shapes.setdefault(key, tuple(shape))
                 self._stems.add(key.stem)
 

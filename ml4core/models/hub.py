@@ -14,16 +14,22 @@ NESTED = "*/*"  # only the top folder of a repository is a checkpoint
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def resolve_model(model: str, revision: str | None = None) -> Path:
+def is_local(model: str) -> bool:
+    """Whether `model` names an existing path."""
+    return bool(model.strip()) and Path(model).expanduser().exists()
+
+
+def resolve_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The local path of a model: an existing path itself, or a hub repository, downloaded.
 
     `model` is a path, or an id `org/name` of the Hugging Face hub; `revision` a branch, tag or
-    commit there. Raises CheckpointError that says what was tried and what would work.
+    commit there; `download_dir` takes the place of the hub client's cache folder. Raises
+    CheckpointError that says what was tried and what would work.
     """
     if not model.strip():
         raise CheckpointError("the model is an empty string; give a folder or a hub id org/name")
     path = Path(model).expanduser()
-    if path.exists():
+    if is_local(model):
         if revision is not None:
             raise CheckpointError(
                 f"{path}: a local path has no revision {shown(revision)}; leave the revision out"
@@ -35,10 +41,10 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
         raise CheckpointError(
             f"{shown(model)}: no such folder, and not a hub id, which has the form org/name"
         )
-    return _download(model, revision)
+    return _download(model, revision, download_dir)
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, download_dir: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -51,6 +57,7 @@ def _download(model: str, revision: str | None) -> Path:
             snapshot_download(
                 model,
                 revision=revision,
+                cache_dir=download_dir,
                 allow_patterns=list(FILE_PATTERNS),
                 ignore_patterns=[NESTED, *_unneeded(model, revision)],
             )

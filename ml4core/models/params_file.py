@@ -67,6 +67,11 @@ def parse_params(raw: Mapping[str, Any], where: str = PARAMS_FILE) -> Params:
     return params
 
 
+def block_problems(block: type[BaseModel], name: str, error: ValidationError) -> list[str]:
+    """One text for each fault of a block called `name`, which `block` failed to validate."""
+    return _unique(_problem(entry, block, name) for entry in error.errors(include_url=False))
+
+
 def refusal(problems: Iterable[str], where: str) -> CheckpointError:
     """One error of all `problems`."""
     lines = list(problems)
@@ -78,11 +83,11 @@ def _unique(lines: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _problem(error: ErrorDetails) -> str:
+def _problem(error: ErrorDetails, block: type[BaseModel] = Params, name: str = "") -> str:
     path = [str(part) for part in error["loc"]]
-    key, kind = ".".join(path), error["type"]
+    key, kind = ".".join([name, *path] if name else path), error["type"]
     if kind == "extra_forbidden":
-        return _unknown_key(key, path[-1], _keys_at(path[:-1]))
+        return _unknown_key(key, path[-1], _keys_at(path[:-1], block))
     text = _WANTED.get(kind)
     wanted = text.format(**error.get("ctx", {})) if text is not None else error["msg"]
     return f"{key}: {wanted}" if kind == "missing" else f"{key}: {shown(error['input'])}; {wanted}"
@@ -94,9 +99,8 @@ def _unknown_key(key: str, name: str, accepted: tuple[str, ...]) -> str:
     return f"{key}: unknown key{hint}; accepted: {', '.join(accepted)}"
 
 
-def _keys_at(path: list[str]) -> tuple[str, ...]:
-    """The keys of the block that `path` leads to."""
-    block: type[BaseModel] = Params
+def _keys_at(path: list[str], block: type[BaseModel]) -> tuple[str, ...]:
+    """The keys of the block that `path` leads to from `block`."""
     for name in path:
         block = _block_in(block.model_fields[name].annotation) or block
     return tuple(block.model_fields)

@@ -73,7 +73,7 @@ def _add(writer: CheckpointWriter, entry: Expected, values: Tensor, format: Seed
     if _is_positional(entry):
         writer.add(entry.name, values)
     elif format == "fp8_block" and entry.kind == "matrix" and entry.role not in _NEVER_FP8:
-        code, scale = fp8_block.quantise_weight(values)
+        code, scale = fp8_block.quantize_weight(values)
         writer.add(entry.name, code.view(torch.float8_e4m3fn))
         writer.add(f"{entry.name}_scale", scale)
     else:

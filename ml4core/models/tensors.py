@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,6 +16,9 @@ from ml4core.models.matrix_formats import PLAIN_DTYPES, Fault, Matrix, classify
 from ml4core.models.safetensors_file import TensorInfo
 from ml4core.models.tensor_names import TensorName, canonical, part_of
 from ml4core.models.tensor_table import Expected, expected_tensors
+
+Naming = Callable[[str], TensorName | None]
+"""Name in a checkpoint -> the canonical one, None for a name that is not known."""
 
 MAX_LISTED = 24
 _SECTIONS: Mapping[str, str] = MappingProxyType(
@@ -86,30 +89,48 @@ def validate(checkpoint: Checkpoint, spec: ModelSpec) -> TensorReport:
     Raises one CheckpointError that lists every tensor that is missing, unknown, misshapen, there
     under two names, or in a form that can't be loaded.
     """
-    comparison = _Comparison(spec, expected_tensors(spec))
-    comparison.sort(checkpoint.tensors)
+    return compare(f"{checkpoint.path}", checkpoint.tensors, expected_tensors(spec), spec)
+
+
+def compare(
+    where: str,
+    tensors: Mapping[str, TensorInfo],
+    expected: Mapping[str, Expected],
+    spec: ModelSpec | None = None,
+    naming: Naming = canonical,
+) -> TensorReport:
+    """Hold `tensors` against the `expected` ones, whose keys are names as `naming` gives them.
+
+    With `spec`, of a decoder, tensors of its other parts are passed over. Raises as `validate`,
+    naming `where` they are.
+    """
+    comparison = _Comparison(spec, expected, naming)
+    comparison.sort(tensors)
     comparison.compare()
     if comparison.faults:
-        raise _error(f"{checkpoint.path}", comparison.faults)
+        raise _error(where, comparison.faults)
     return comparison.report()
 
 
 class _Comparison:
-    def __init__(self, spec: ModelSpec, expected: Mapping[str, Expected]) -> None:
+    def __init__(
+        self, spec: ModelSpec | None, expected: Mapping[str, Expected], naming: Naming
+    ) -> None:
         self.spec = spec
         self.expected = expected
+        self.naming = naming
         self.faults: dict[str, list[str]] = defaultdict(list)
         self.found: dict[str, dict[str, TensorInfo]] = defaultdict(dict)  # stem -> suffix -> tensor
         self.parts: dict[str, list[int]] = defaultdict(list)  # part -> bytes of each tensor
         self.matrices: dict[str, Matrix] = {}
         self.vectors: dict[str, TensorInfo] = {}
         self.unread: list[TensorInfo] = []
-        self.stems = {_name(name).stem for name in expected}
+        self.stems = {self._name(name).stem for name in expected}
 
     def sort(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Put each tensor where it belongs by its name."""
         for name, info in tensors.items():
-            if (part := part_of(name)) is not None:
+            if self.spec is not None and (part := part_of(name)) is not None:
                 if any(block in self.spec.extras for block in part.blocks):
                     self.parts[part.name].append(info.nbytes)
                 else:
@@ -117,7 +138,7 @@ class _Comparison:
                     text = f"{shown(name)}: of a {part.name}, but params.json has no {blocks} block"
                     self.faults["unknown"].append(text)
                 continue
-            key = canonical(name)
+            key = self.naming(name)
             if key is None:
                 self.faults["unknown"].append(f"{shown(name)} {list(info.shape)}")
                 continue
@@ -128,7 +149,7 @@ class _Comparison:
 
     def compare(self) -> None:
         for name, entry in self.expected.items():
-            key = _name(name)
+            key = self._name(name)
             parts = self.found.get(key.stem, {})
             if not entry.used:
                 self.unread += parts.values()
@@ -139,7 +160,7 @@ class _Comparison:
         for stem, parts in self.found.items():
             for suffix, info in parts.items():
                 if not self._called_for(stem, suffix):
-                    reason = _why_not(self.spec, stem, suffix)
+                    reason = _why_not(self.spec, stem, suffix) if self.spec is not None else ""
                     self.faults["unknown"].append(f"{info.name} {list(info.shape)}{reason}")
 
     def _called_for(self, stem: str, suffix: str) -> bool:
@@ -185,6 +206,11 @@ class _Comparison:
         self.faults["misshapen"].append(text)
         return False
 
+    def _name(self, name: str) -> TensorName:
+        key = self.naming(name)
+        assert key is not None, name
+        return key
+
     def report(self) -> TensorReport:
         notes = []
         if self.unread:
@@ -194,12 +220,6 @@ class _Comparison:
         unused = {part: (len(sizes), sum(sizes)) for part, sizes in self.parts.items()}
         notes += [f"unused part: {part}, {count} tensors" for part, (count, _) in unused.items()]
         return TensorReport(self.matrices, self.vectors, unused, tuple(notes))
-
-
-def _name(name: str) -> TensorName:
-    key = canonical(name)
-    assert key is not None, name
-    return key
 
 
 def _wanted(entry: Expected) -> str:

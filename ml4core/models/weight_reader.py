@@ -63,7 +63,7 @@ class WeightReader:
             return self._read(matrix.data).to(FORMAT_DTYPES[format or matrix.format])
         data, scale = self._fp8(matrix, matrix.data.shape[0])
         dtype = FORMAT_DTYPES[format or self._dense_format]
-        return fp8_block.dequantise_weight(data, scale, dtype=dtype)
+        return fp8_block.dequantize_weight(data, scale, dtype=dtype)
 
     def stacked(self, stems: Sequence[str]) -> Weight:
         """Matrices of equal width, one below the other: [sum of rows, K]."""

@@ -41,21 +41,32 @@ def load_layers(
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"dtype {dtype}; weights are decoded to torch.float32 or torch.bfloat16")
     report = validate(checkpoint, spec) if report is None else report
-    return _load(_Loader(spec, WeightReader(checkpoint, report, dtype, progress)))
+    return _load(Loader(spec, WeightReader(checkpoint, report, dtype, progress)))
 
 
-def _load(loader: _Loader) -> Iterator[tuple[LayerSpec | None, Weights]]:
+def _load(loader: Loader) -> Iterator[tuple[LayerSpec | None, Weights]]:
     # No local name for what is yielded: it would keep one layer alive while the next is read.
     yield None, loader.top()
     for layer in loader.spec.layers:
         yield layer, loader.layer(layer)
 
 
-class _Loader:
-    def __init__(self, spec: ModelSpec, reader: WeightReader) -> None:
+class Loader:
+    """Reads weights of `spec`. Stems begin with `prefix`; `learned` [R/2] are the frequencies that
+    all layers share, which `top` reads.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        reader: WeightReader,
+        prefix: str = "",
+        learned: Tensor | None = None,
+    ) -> None:
         self.spec = spec
         self.reader = reader
-        self.learned: Tensor | None = None  # frequencies that all layers share, [R/2]
+        self.prefix = prefix
+        self.learned = learned
 
     def top(self) -> Weights:
         read = self.reader
@@ -69,7 +80,7 @@ class _Loader:
         }
 
     def layer(self, layer: LayerSpec) -> Weights:
-        prefix = f"layers.{layer.index}."
+        prefix = f"{self.prefix}layers.{layer.index}."
         weights: Weights = {
             name: self.reader.vector(f"{prefix}{name}.weight")
             for name in ("attention_norm", "ffn_norm")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 400
 
 # Files and folders under ml4core/ whose code must read the same whatever the accelerator is.
-NEUTRAL = ("api", "compose", "engine", "models", "registry.py")
+NEUTRAL = ("api", "compose", "engine", "models", "registry")
 
 VENDOR_NAME = re.compile(
     r"(?:^|_)(?P<name>"

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ml4core.api import KVCache
-from ml4core.api.row_codecs import field_values, quantise_index
+from ml4core.api.row_codecs import field_values
 from ml4core.compose.grid import Grid
 from ml4core.compose.ops.attention import NEG_INF
 from ml4core.compose.ops.cache_io import read_pages, require
 from ml4core.compose.ops.tiles import TEMP_BYTES, tile_size, tiles
-from ml4core.formats import e4m3
+from ml4core.formats import e4m3, kv_rows
 
 _KEYS = 8192
 """Keys of a matrix product, about."""
@@ -33,7 +33,7 @@ def indexer_logits(
     if cache.layout.fp8 is None:
         q = q.to(torch.float32)
     else:
-        code, q_scale = quantise_index(q, cache.layout.fp8)
+        code, q_scale = kv_rows.quantize_index(q, cache.layout.fp8)
         q = e4m3.decode(code, cache.layout.fp8)
         weights = weights * q_scale
     grid = Grid(query_start, max_rows)

@@ -9,6 +9,7 @@ from torch import Tensor
 from ml4core.api import Weight
 from ml4core.compose.ops.gemms import silu_mul
 from ml4core.compose.ops.grouped_gemm import grouped_gemm
+from ml4core.compose.ops.ordering import order_key
 from ml4core.compose.ops.weights import decode_weight
 
 
@@ -19,9 +20,10 @@ def router(
     logits = F.linear(x.to(torch.float32), weight.to(torch.float32))
     odds = torch.softmax(logits, dim=-1)
     broken = ~torch.isfinite(odds).all(-1, keepdim=True)  # NaN or +inf among the logits
-    # A stable sort keeps the lowest id first among equals, and zeros are equal whatever their sign.
-    key = torch.where(broken | (logits == 0), 0.0, logits)
-    ids = key.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    # No two keys are equal, so what torch does with ties doesn't matter: the lower id has more.
+    place = torch.arange(logits.shape[-1] - 1, -1, -1, device=x.device)
+    key = (order_key(torch.where(broken, 0.0, logits)).to(torch.int64) << 32) | place
+    ids = logits.shape[-1] - 1 - (key.topk(topk, dim=-1).values & 0xFFFFFFFF)
     chosen = odds.gather(-1, ids)
     if renormalize:
         chosen = chosen / chosen.sum(-1, keepdim=True)

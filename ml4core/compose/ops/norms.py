@@ -15,7 +15,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x * rsqrt(mean(x^2) + eps) * weight`` over the last axis ``[..., H]``, in x's dtype."""
     wide = x.to(torch.float32)
     # A power of two, and 1 for all but huge rows: nothing is rounded by it.
-    shrink = torch.where(wide.abs().amax(-1, keepdim=True) > _HUGE, _SHRINK, 1.0)
+    largest = torch.maximum(wide.amax(-1, keepdim=True), -wide.amin(-1, keepdim=True))
+    shrink = torch.where(largest > _HUGE, _SHRINK, 1.0)
     wide = wide * shrink
     mean = (wide * wide).mean(-1, keepdim=True)
     scaled = wide * torch.rsqrt(mean + eps * (shrink * shrink))

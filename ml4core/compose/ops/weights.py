@@ -25,15 +25,15 @@ def decode_weight(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     if weight.format in ("fp32", "bf16"):
         return parts["data"].to(dtype)
     if weight.format == "fp8_block":
-        return fp8_block.dequantise_weight(parts["data"], parts["scale"], dtype=dtype)
+        return fp8_block.dequantize_weight(parts["data"], parts["scale"], dtype=dtype)
     if weight.format == "fp8_tensor":
         scale = parts["scale"].reshape(*weight.shape[:-2], 1, 1)
-        return fp8_tensor.dequantise(parts["data"], scale, dtype=dtype)
+        return fp8_tensor.dequantize(parts["data"], scale, dtype=dtype)
     if weight.format == "nvfp4":
         multiplier = parts["global_scale"].unsqueeze(-1)
-        return nvfp4.dequantise(parts["data"], parts["scale"], multiplier=multiplier, dtype=dtype)
+        return nvfp4.dequantize(parts["data"], parts["scale"], multiplier=multiplier, dtype=dtype)
     if weight.format == "mxfp4":
-        return mxfp4.dequantise(parts["data"], parts["scale"], dtype=dtype)
+        return mxfp4.dequantize(parts["data"], parts["scale"], dtype=dtype)
     raise _unknown(weight.format)
 
 
@@ -71,13 +71,13 @@ def quantize(x: Tensor, format: str, rule: str | None = None) -> Weight:
 
 
 def _fp8_block(x: Tensor, rule: str) -> dict[str, Tensor]:
-    data, scale = fp8_block.quantise_weight(x, pow2=rule == "pow2")
+    data, scale = fp8_block.quantize_weight(x, pow2=rule == "pow2")
     return {"data": data, "scale": scale}
 
 
 def _fp8_tensor(x: Tensor, rule: str) -> dict[str, Tensor]:
     scale = fp8_block.block_scale(finite_amax(x.flatten(-2)), "e4m3fn")
-    data, _ = fp8_tensor.quantise(x, scale=scale.unsqueeze(-1).unsqueeze(-1))
+    data, _ = fp8_tensor.quantize(x, scale=scale.unsqueeze(-1).unsqueeze(-1))
     return {"data": data, "scale": scale}
 
 
@@ -86,13 +86,13 @@ def _nvfp4(x: Tensor, rule: str) -> dict[str, Tensor]:
     find = torch.vmap(nvfp4.global_multiplier)
     matrices = x.reshape(-1, x.shape[-2] * x.shape[-1])
     multiplier = find(matrices).reshape(*x.shape[:-2], 1)
-    data, scale = nvfp4.quantise(x, multiplier=multiplier.unsqueeze(-1))
+    data, scale = nvfp4.quantize(x, multiplier=multiplier.unsqueeze(-1))
     rows = multiplier.expand(x.shape[:-1]).contiguous()
     return {"data": data, "scale": scale, "global_scale": rows}
 
 
 def _mxfp4(x: Tensor, rule: str) -> dict[str, Tensor]:
-    data, scale = mxfp4.quantise(x, rule)
+    data, scale = mxfp4.quantize(x, rule)
     return {"data": data, "scale": scale}
 
 

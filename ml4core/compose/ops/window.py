@@ -46,9 +46,44 @@ def window_mla(
     ends = grid.spread(visible)  # [R, Q]
     starts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
     out, lse = _attend_pages(cells, cache, block_table, starts, ends, scale)
+    return _rows_of(grid, out, lse, visible > 0, q)
+
+
+def selected_mla(
+    q: Tensor,
+    cache: KVCache,
+    block_table: Tensor,
+    query_start: Tensor,
+    visible: Tensor,
+    max_rows: int,
+    scale: float,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``sparse_mla`` by positions [T, k] of each row's request (-1: none), reading whole pages.
+
+    Each request's keys are read once for all of its rows: cheaper than ``sparse_mla`` for chunks
+    of a context that isn't much longer than k.
+    """
+    require(cache, "latent")
+    columns = block_table.shape[1] * cache.block_size
+    grid = Grid(query_start, max_rows)
+    ends = grid.spread(visible.clamp(max=columns))
+    wanted = grid.spread(positions).to(torch.int64)
+    wanted = torch.where(wanted < 0, columns, wanted)  # a column that is cut off
+    chosen = torch.zeros(*ends.shape, columns + 1, dtype=torch.bool, device=q.device)
+    chosen = chosen.scatter(-1, wanted, True)[..., :-1]
+    cells = grid.spread(q.to(torch.float32))
+    starts = torch.zeros_like(ends)
+    out, lse = _attend_pages(cells, cache, block_table, starts, ends, scale, chosen)
+    return _rows_of(grid, out, lse, visible > 0, q)
+
+
+def _rows_of(
+    grid: Grid, out: Tensor, lse: Tensor, sees: Tensor, q: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cells as rows. A row of no request sees nothing, but the grid has no cell for it."""
     rows = q.shape[0]
-    # A row of no request sees nothing, but the grid has no cell for it.
-    sees = (visible > 0).unsqueeze(-1)
+    sees = sees.unsqueeze(-1)
     lse = torch.where(sees, grid.collect(lse, rows), NEG_INF)
     out = torch.where(sees.unsqueeze(-1), grid.collect(out, rows), 0.0)
     return out.to(q.dtype), lse
@@ -90,9 +125,18 @@ class _State(NamedTuple):
 
 
 def _attend_pages(
-    q: Tensor, cache: KVCache, block_table: Tensor, starts: Tensor, ends: Tensor, scale: float
+    q: Tensor,
+    cache: KVCache,
+    block_table: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    scale: float,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``q`` [R, Q, N, W] over keys starts..ends-1 [R, Q] of each request: out [R, Q, N, L], lse."""
+    """``q`` [R, Q, N, W] over keys starts..ends-1 [R, Q] of each request: out [R, Q, N, L], lse.
+
+    With ``chosen`` [R, Q, S], over those of them that are chosen.
+    """
     requests, rows, heads, _ = q.shape
     latent, size = latent_width(cache), cache.block_size
     pages = block_table.shape[1]
@@ -111,6 +155,8 @@ def _attend_pages(
             for i, (a, b) in enumerate(row_tiles):
                 mask = column >= starts[r0:r1, a:b].unsqueeze(-1)
                 mask = mask & (column < ends[r0:r1, a:b].unsqueeze(-1))
+                if chosen is not None:
+                    mask = mask & chosen[r0:r1, a:b, p0 * size : p1 * size]
                 mask = mask.repeat_interleave(heads, dim=1)  # [r, rows * N, s]
                 queries = q[r0:r1, a:b].flatten(1, 2)
                 scores = masked_scores(queries, keys, mask, scale)

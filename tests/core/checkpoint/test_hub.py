@@ -71,6 +71,13 @@ def test_folder_that_looks_like_an_id(tmp_path: Path, hub: Hub) -> None:
     assert hub.asked == []
 
 
+def test_download_folder(tmp_path: Path, hub: Hub) -> None:
+    resolve_model(REPOSITORY, download_dir="elsewhere")
+    assert hub.asked[0]["cache_dir"] == "elsewhere"
+    resolve_model(REPOSITORY)
+    assert hub.asked[1]["cache_dir"] is None
+
+
 def test_home(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()

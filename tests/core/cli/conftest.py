@@ -101,7 +101,7 @@ class StubEngine:
         return [Completion(answer) for answer in answers]
 
     def report(self) -> dict[str, Any]:
-        return {"backend": {"name": "stub"}, "parts": [{"part": "router", "provider": "core"}]}
+        return {"backend": {"name": "stub"}, "parts": []}
 
     def close(self) -> None:
         self.closed = True

@@ -1,17 +1,21 @@
-"""The real process: exit codes, streams that close, signals, what is imported, and a whole answer."""
+"""The real process: exit codes, streams that close, signals, imports, and a whole answer."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+PUBLISHED = Path(str(resources.files("ml4core") / "assets" / "published" / "params.json"))
 ML4 = [sys.executable, "-m", "ml4core"]
 
 
@@ -54,14 +58,14 @@ def test_light_commands_import_no_torch() -> None:
         "import sys\nfrom ml4core.cli import main\n"
         "for words in (['--version'], ['generate', '--help'], ['generate', 'm', '-tp', '8']):\n"
         "    main(words)\n"
-        "heavy = {'torch', 'mistral_common', 'transformers', 'huggingface_hub'} & set(sys.modules)\n"
+        "heavy = {'torch', 'mistral_common', 'huggingface_hub'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
 def test_a_reader_that_leaves_ends_the_run_quietly() -> None:
-    words = [*ML4, "inspect", str(Path(__file__).resolve().parents[3] / PUBLISHED), "--json"]
+    words = [*ML4, "inspect", str(PUBLISHED), "--json"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()  # before a word is written
@@ -69,9 +73,6 @@ def test_a_reader_that_leaves_ends_the_run_quietly() -> None:
         said = process.stderr.read()
         assert process.wait(60) == 141
     assert said == b""
-
-
-PUBLISHED = "ml4core/assets/published/params.json"
 
 
 def test_bytes_that_are_no_text() -> None:
@@ -100,33 +101,35 @@ def test_a_whole_answer(checkpoint: Path) -> None:
     assert [line.split()[:4] for line in report.splitlines() if line.startswith("decoder_layer")]
 
 
-def test_output_without_a_unicode_encoding_is_escaped(checkpoint: Path) -> None:
-    words = ["--max-tokens", "12", "--ignore-eos", "--temperature", "3", "--seed", "5", "--raw"]
-    command = ["generate", str(checkpoint), "--backend", "cpu", "--prompt", "čaj", *words]
-    done = run(*command, PYTHONIOENCODING="ascii")
+def test_output_without_a_unicode_encoding_is_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "čaj"
+    folder.mkdir()
+    shutil.copy(PUBLISHED, folder)
+    done = run("inspect", str(folder), PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, b"")
-    whole = run(*command, PYTHONIOENCODING="utf-8")
+    whole = run("inspect", str(folder), PYTHONIOENCODING="utf-8")
+    assert b"\\u010daj" in done.stdout
     assert done.stdout == whole.stdout.decode().encode("ascii", errors="backslashreplace")
 
 
-def test_prompts_that_do_not_fit_are_told_with_the_limit(checkpoint: Path) -> None:
+def test_prompts_that_do_not_fit_are_told_with_the_limit(ml4: Any, checkpoint: Path) -> None:
     """B106: the context's end, and one over."""
     words = ["generate", str(checkpoint), "--backend", "cpu", "--raw", "--max-tokens", "9"]
-    one_token = ["--prompt", " the"]  # two ids, with that of the beginning
-    done = run(*words, *one_token, "--max-model-len", "3", "--ignore-eos", "--json")
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert len(json.loads(done.stdout)["completions"][0]["token_ids"]) == 1
-    done = run(*words, *one_token, "--max-model-len", "2")
-    assert (done.returncode, done.stdout) == (1, b"")
-    assert b"prompt: 2 tokens" in done.stderr
+    words += ["--prompt", " the"]  # two ids, with that of the beginning
+    done = ml4(*words, "--max-model-len", "3", "--ignore-eos", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert len(done.json["completions"][0]["token_ids"]) == 1
+    done = ml4(*words, "--max-model-len", "2")
+    assert (done.code, done.out) == (1, "")
+    assert "prompt: 2 tokens" in done.err
 
 
-def test_a_backend_that_is_not_there_is_refused_by_name(checkpoint: Path) -> None:
+def test_a_backend_that_is_not_there_is_refused_by_name(ml4: Any, checkpoint: Path) -> None:
     """B122: no other takes its place."""
-    done = run("generate", str(checkpoint), "--backend", "absent", "--prompt", "a", "-tp", "2")
-    assert (done.returncode, done.stdout) == (3, b"")
-    assert b"absent" in done.stderr
-    assert b"--tensor-parallel-size" in done.stderr
+    done = ml4("generate", str(checkpoint), "--backend", "absent", "--prompt", "a", "-tp", "2")
+    assert (done.code, done.out) == (3, "")
+    assert "absent" in done.err
+    assert "--tensor-parallel-size" in done.err
 
 
 def test_an_interrupt_ends_with_130(checkpoint: Path) -> None:

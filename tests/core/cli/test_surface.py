@@ -93,6 +93,12 @@ def test_words_for_people_go_to_stdout(ml4: Any, words: list[str]) -> None:
     assert done.out.strip()
 
 
+def test_a_group_without_a_command_shows_its_help(ml4: Any) -> None:
+    done = ml4("checkpoint")
+    assert (done.code, done.err) == (2, "")
+    assert "make" in done.out
+
+
 def test_no_command_is_a_usage_error_that_shows_the_commands(ml4: Any) -> None:
     done = ml4()
     assert done.code == 2

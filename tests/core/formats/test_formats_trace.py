@@ -35,26 +35,26 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], object], int]] = {
     "e2m1": (lambda x: e2m1.decode(e2m1.unpack(e2m1.pack(e2m1.encode(x)))), 40),
     # Any number of weights [2, 150]; the shape of a weight itself is fixed.
     "fp8 weight": (
-        lambda x: fp8_block.dequantise_weight(*fp8_block.quantise_weight(x.view(-1, 2, 150))),
+        lambda x: fp8_block.dequantize_weight(*fp8_block.quantize_weight(x.view(-1, 2, 150))),
         300,
     ),
     "fp8 activation": (
-        lambda x: fp8_block.dequantise_activation(*fp8_block.quantise_activation(x, pow2=True)),
+        lambda x: fp8_block.dequantize_activation(*fp8_block.quantize_activation(x, pow2=True)),
         300,
     ),
-    "fp8 tensor": (lambda x: fp8_tensor.dequantise(*fp8_tensor.quantise(x)), 40),
-    "mxfp4": (lambda x: mxfp4.dequantise(*mxfp4.quantise(x, "even")), 96),
+    "fp8 tensor": (lambda x: fp8_tensor.dequantize(*fp8_tensor.quantize(x)), 40),
+    "mxfp4": (lambda x: mxfp4.dequantize(*mxfp4.quantize(x, "even")), 96),
     "nvfp4 divisor": (
-        lambda x: nvfp4.dequantise(*nvfp4.quantise(x, divisor=DIVISOR), divisor=DIVISOR),
+        lambda x: nvfp4.dequantize(*nvfp4.quantize(x, divisor=DIVISOR), divisor=DIVISOR),
         96,
     ),
-    "nvfp4 multiplier": (lambda x: nvfp4.quantise(x, multiplier=nvfp4.global_multiplier(x)), 96),
+    "nvfp4 multiplier": (lambda x: nvfp4.quantize(x, multiplier=nvfp4.global_multiplier(x)), 96),
     "fp8_ds_mla": (lambda x: kv_rows.decode_fp8_ds_mla(kv_rows.encode_fp8_ds_mla(x)), 576),
     "e4m3 row": (
         lambda x: kv_rows.decode_e4m3(kv_rows.encode_e4m3(x, 0.3, "e4m3fnuz"), 0.3, "e4m3fnuz"),
         576,
     ),
-    "index key": (lambda x: kv_rows.quantise_index(x, "e4m3fn"), 128),
+    "index key": (lambda x: kv_rows.quantize_index(x, "e4m3fn"), 128),
 }
 
 
@@ -115,14 +115,14 @@ def test_capture_without_a_graph_break(name):
 @pytest.mark.parametrize("form", index_pages.SCALE_FORMS)
 def test_export_of_pages(order, form):
     def through(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        code, scale = kv_rows.quantise_index(x, "e4m3fn")
+        code, scale = kv_rows.quantize_index(x, "e4m3fn")
         return index_pages.unpack_page(index_pages.pack_page(code, scale, order, form), order, form)
 
     pages = Dim("pages", min=2, max=4096)
     example = torch.randn(3, 16, 128)
     program = export(Traced(through), (example,), dynamic_shapes=({0: pages},))
     x = torch.randn(7, 16, 128)
-    assert same(program.module()(x), kv_rows.quantise_index(x, "e4m3fn"))
+    assert same(program.module()(x), kv_rows.quantize_index(x, "e4m3fn"))
 
 
 def test_export_of_swizzled_scales():

@@ -62,9 +62,9 @@ def test_a_group_with_largest_seven(rule, byte, value):
     """B038: by floor 7 is clipped to 6, by the others 7 / 2 = 3.5 is a tie that becomes 4."""
     x = torch.zeros(1, 32)
     x[0, 5] = 7.0
-    packed, scale = mxfp4.quantise(x, rule)
+    packed, scale = mxfp4.quantize(x, rule)
     assert scale.tolist() == [[byte]]
-    assert mxfp4.dequantise(packed, scale)[0, 5].item() == value
+    assert mxfp4.dequantize(packed, scale)[0, 5].item() == value
 
 
 @rules
@@ -74,7 +74,7 @@ def test_sweep_of_group_maxima(exact, rule):
     x = torch.linspace(-1.9, 1.9, 32).repeat(len(maxima), 1)
     x[:, 9] = torch.tensor(maxima)
     x[1::2, 9] *= -1
-    packed, scale = mxfp4.quantise(x, rule)
+    packed, scale = mxfp4.quantize(x, rule)
     codes = e2m1.unpack(packed)
     clipped = 0
     for row, amax in enumerate(maxima):
@@ -97,7 +97,7 @@ def test_any_group(exact, from_bits, rule, bits, spread):
     for patterns in (bits, near):
         x = from_bits(patterns)
         byte, expected = judge_group(exact, x.tolist(), rule)
-        packed, scale = mxfp4.quantise(x, rule)
+        packed, scale = mxfp4.quantize(x, rule)
         assert scale.tolist() == [byte]
         assert e2m1.unpack(packed).tolist() == expected
 
@@ -125,56 +125,56 @@ def test_exponents_at_both_ends(exact, from_bits, rule):
 def test_dequantised_values_are_code_times_scale(exact, rule):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(3, 4, 96, generator=generator) * 100
-    packed, scale = mxfp4.quantise(x, rule)
+    packed, scale = mxfp4.quantize(x, rule)
     assert packed.dtype == scale.dtype == torch.uint8
     assert packed.shape == (3, 4, 48)
     assert scale.shape == (3, 4, 3)
-    back = mxfp4.dequantise(packed, scale)
+    back = mxfp4.dequantize(packed, scale)
     codes = e2m1.unpack(packed)
     for position in ((0, 0, 0), (2, 3, 95), (1, 2, 31), (1, 2, 32)):
         byte = scale[position[0], position[1], position[2] // 32].item()
         expected = exact.decode_e2m1(codes[position].item()) * Fraction(2) ** (byte - 127)
         assert exact.of(back[position].item()) in (expected, "-0")
-    again = mxfp4.quantise(back, rule)
-    assert torch.equal(mxfp4.dequantise(*again), back)
-    assert torch.equal(mxfp4.dequantise(packed, scale, torch.bfloat16).float(), back)
+    again = mxfp4.quantize(back, rule)
+    assert torch.equal(mxfp4.dequantize(*again), back)
+    assert torch.equal(mxfp4.dequantize(packed, scale, torch.bfloat16).float(), back)
 
 
 def test_every_scale_byte():
     scale = torch.arange(256, dtype=torch.int32).to(torch.uint8).unsqueeze(1)
     packed = torch.full((256, 16), 0x22, dtype=torch.uint8)
-    got = mxfp4.dequantise(packed, scale)
+    got = mxfp4.dequantize(packed, scale)
     assert torch.equal(got[:255, 0], e8m0.decode(scale[:255, 0]))
     assert got[255].isnan().all()
 
 
 @rules
 def test_a_group_of_zeros(rule):
-    packed, scale = mxfp4.quantise(torch.zeros(2, 64), rule)
+    packed, scale = mxfp4.quantize(torch.zeros(2, 64), rule)
     assert (packed == 0).all()
     assert (scale == 0).all()
-    assert (mxfp4.dequantise(packed, scale) == 0).all()
-    signed, _ = mxfp4.quantise(torch.full((1, 32), -0.0), rule)
+    assert (mxfp4.dequantize(packed, scale) == 0).all()
+    signed, _ = mxfp4.quantize(torch.full((1, 32), -0.0), rule)
     assert (signed == 0x88).all()
 
 
 @rules
 def test_what_is_not_finite_does_not_count_for_the_scale(rule):
     x = torch.full((1, 32), 3.0)
-    clean = mxfp4.quantise(x, rule)[1]
+    clean = mxfp4.quantize(x, rule)[1]
     x[0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
-    packed, scale = mxfp4.quantise(x, rule)
+    packed, scale = mxfp4.quantize(x, rule)
     assert torch.equal(scale, clean)
     assert e2m1.unpack(packed)[0, :3].tolist() == [7, 15, 7]
-    assert (mxfp4.dequantise(packed, scale)[0, 3:] == 3.0).all()
+    assert (mxfp4.dequantize(packed, scale)[0, 3:] == 3.0).all()
 
 
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="the last axis is 40, not a multiple of 32; pad it to 64"):
-        mxfp4.quantise(torch.zeros(2, 40))
+        mxfp4.quantize(torch.zeros(2, 40))
     with pytest.raises(ValueError, match="unknown MXFP4 scale rule 'up'; known: floor, even"):
-        mxfp4.quantise(torch.zeros(2, 32), "up")
+        mxfp4.quantize(torch.zeros(2, 32), "up")
     with pytest.raises(ValueError, match="rows of 32 bytes need 2 scales, got 4"):
-        mxfp4.dequantise(
+        mxfp4.dequantize(
             torch.zeros(1, 32, dtype=torch.uint8), torch.zeros(1, 4, dtype=torch.uint8)
         )

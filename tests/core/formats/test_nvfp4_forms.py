@@ -53,7 +53,7 @@ def test_golden_global_scale(amax, divisor):
 def test_groups(exact, form):
     x = weight(4, 5, 64)
     scale = global_scale(x, form)
-    packed, byte = nvfp4.quantise(x, **scale)
+    packed, byte = nvfp4.quantize(x, **scale)
     assert packed.shape == (4, 5, 32)
     assert byte.shape == (4, 5, 4)
     assert packed.dtype == byte.dtype == torch.uint8
@@ -63,10 +63,10 @@ def test_groups(exact, form):
     for index, group in enumerate(groups):
         expected = judge_group(exact, group, form, number)
         assert (byte.flatten()[index].item(), codes[index].tolist()) == expected
-    back = nvfp4.dequantise(packed, byte, **scale)
+    back = nvfp4.dequantize(packed, byte, **scale)
     assert (back - x).abs().max() <= x.abs().max() / 6 * 1.07
     assert back.abs().max().item() == pytest.approx(x.abs().max().item(), rel=1e-6)
-    low = nvfp4.dequantise(packed, byte, **scale, dtype=torch.bfloat16)
+    low = nvfp4.dequantize(packed, byte, **scale, dtype=torch.bfloat16)
     assert torch.equal(low, back.to(torch.bfloat16))
 
 
@@ -80,7 +80,7 @@ def test_any_group(exact, from_bits, form, bits, signs, top):
     """Group and global maxima independent of each other: saturated and vanishing scales too."""
     x = from_bits([b | ((signs >> i & 1) << 31) for i, b in enumerate(bits)])
     scale = global_scale(torch.tensor([top]), form)
-    packed, byte = nvfp4.quantise(x, **scale)
+    packed, byte = nvfp4.quantize(x, **scale)
     expected = judge_group(exact, x.numpy(), form, np.float32(scale[form].item()))
     assert (byte.item(), e2m1.unpack(packed).tolist()) == expected
     assert 0x01 <= byte.item() <= 0x7E
@@ -91,7 +91,7 @@ def test_every_code_under_every_scale(exact, form):
     byte = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8)
     packed = torch.tensor([0x10 * (n + 1) + n for n in range(0, 16, 2)], dtype=torch.uint8)
     scale = torch.tensor(1344.0 if form == "divisor" else 1 / 1344.0)
-    got = nvfp4.dequantise(packed.repeat(len(byte), 1), byte.unsqueeze(1), **{form: scale})
+    got = nvfp4.dequantize(packed.repeat(len(byte), 1), byte.unsqueeze(1), **{form: scale})
     for row, b in enumerate(byte.tolist()):
         value = exact.e4m3["e4m3fn"][b]
         local = np.float32(0 if isinstance(value, str) else float(value))
@@ -105,14 +105,14 @@ def test_one_form_becomes_the_other():
     """Bytes are shared, the values agree to the last bits, and swapped forms are far off."""
     x = weight(8, 64)
     divisor = nvfp4.global_divisor(x)
-    packed, byte = nvfp4.quantise(x, divisor=divisor)
+    packed, byte = nvfp4.quantize(x, divisor=divisor)
     multiplier = nvfp4.reciprocal(divisor)
-    a = nvfp4.dequantise(packed, byte, divisor=divisor)
-    b = nvfp4.dequantise(packed, byte, multiplier=multiplier)
+    a = nvfp4.dequantize(packed, byte, divisor=divisor)
+    b = nvfp4.dequantize(packed, byte, multiplier=multiplier)
     assert torch.allclose(a, b, rtol=2.0**-22, atol=0)
-    back = nvfp4.dequantise(packed, byte, divisor=nvfp4.reciprocal(multiplier))
+    back = nvfp4.dequantize(packed, byte, divisor=nvfp4.reciprocal(multiplier))
     assert torch.allclose(a, back, rtol=2.0**-22, atol=0)
-    swapped = nvfp4.dequantise(packed, byte, multiplier=divisor)
+    swapped = nvfp4.dequantize(packed, byte, multiplier=divisor)
     assert (swapped - a).abs().max() > 100 * a.abs().max()
 
 
@@ -121,13 +121,13 @@ def test_parts_may_have_their_own_global_scale():
     parts = [weight(6, 32, seed=1), weight(6, 32, seed=2) * 50]
     divisors = torch.stack([nvfp4.global_divisor(p) for p in parts])
     by_row = divisors.repeat_interleave(6).unsqueeze(1)
-    packed, byte = nvfp4.quantise(torch.cat(parts), divisor=by_row)
-    back = nvfp4.dequantise(packed, byte, divisor=by_row)
+    packed, byte = nvfp4.quantize(torch.cat(parts), divisor=by_row)
+    back = nvfp4.dequantize(packed, byte, divisor=by_row)
     for index, part in enumerate(parts):
-        one = nvfp4.quantise(part, divisor=divisors[index])
+        one = nvfp4.quantize(part, divisor=divisors[index])
         rows = slice(6 * index, 6 * index + 6)
         assert torch.equal(byte[rows], one[1])
-        assert torch.equal(back[rows], nvfp4.dequantise(*one, divisor=divisors[index]))
+        assert torch.equal(back[rows], nvfp4.dequantize(*one, divisor=divisors[index]))
 
 
 @forms
@@ -137,10 +137,10 @@ def test_a_group_of_zeros_has_a_finite_scale(form, top):
     x = torch.zeros(3, 48)
     x[1, 20] = top
     scale = global_scale(x, form)
-    packed, byte = nvfp4.quantise(x, **scale)
+    packed, byte = nvfp4.quantize(x, **scale)
     check_scales(byte, "e4m3fn", "w")
     assert byte.tolist() == [[1, 1, 1], [1, 0x7E if top > 1e-10 else 1, 1], [1, 1, 1]]
-    back = nvfp4.dequantise(packed, byte, **scale)
+    back = nvfp4.dequantize(packed, byte, **scale)
     assert torch.equal(back == 0, (x == 0) | (x < 1e-20))
 
 
@@ -150,21 +150,21 @@ def test_a_tensor_of_zeros_stays_zero(form, bad):
     x = torch.zeros(2, 32)
     assert global_scale(x, form)[form].item() == 1.0
     for scale in (global_scale(x, form), {form: torch.tensor(bad)}):
-        packed, byte = nvfp4.quantise(x, **scale)
+        packed, byte = nvfp4.quantize(x, **scale)
         check_scales(byte, "e4m3fn", "w")
         assert (packed == 0).all()
     zero_scales = torch.zeros_like(byte)
-    assert (nvfp4.dequantise(packed, zero_scales, **{form: torch.tensor(bad)}) == 0).all()
+    assert (nvfp4.dequantize(packed, zero_scales, **{form: torch.tensor(bad)}) == 0).all()
 
 
 @forms
 def test_what_is_not_finite_does_not_count_for_the_scale(form):
     x = torch.full((1, 16), 3.0)
     scale = global_scale(x, form)
-    clean = nvfp4.quantise(x, **scale)[1]
+    clean = nvfp4.quantize(x, **scale)[1]
     x[0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
     assert torch.equal(global_scale(x, form)[form], scale[form])
-    packed, byte = nvfp4.quantise(x, **scale)
+    packed, byte = nvfp4.quantize(x, **scale)
     assert torch.equal(byte, clean)
     assert e2m1.unpack(packed)[0, :4].tolist() == [7, 15, 7, 7]
 
@@ -203,14 +203,14 @@ def test_scales_are_checked_in_float8_too():
 def test_wrong_arguments_are_named():
     x = torch.ones(2, 16)
     with pytest.raises(ValueError, match="either divisor= or multiplier=, got neither"):
-        nvfp4.quantise(x)
+        nvfp4.quantize(x)
     with pytest.raises(ValueError, match="either divisor= or multiplier=, got both"):
-        nvfp4.quantise(x, divisor=torch.ones(1), multiplier=torch.ones(1))
+        nvfp4.quantize(x, divisor=torch.ones(1), multiplier=torch.ones(1))
     with pytest.raises(ValueError, match="the last axis is 24, not a multiple of 16; pad it to 32"):
-        nvfp4.quantise(torch.zeros(2, 24), divisor=torch.ones(1))
+        nvfp4.quantize(torch.zeros(2, 24), divisor=torch.ones(1))
     packed = torch.zeros(2, 8, dtype=torch.uint8)
     with pytest.raises(ValueError, match="rows of 8 bytes need 1 scales, got 2"):
-        nvfp4.dequantise(packed, packed[:, :2], divisor=torch.ones(1))
+        nvfp4.dequantize(packed, packed[:, :2], divisor=torch.ones(1))
 
 
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (127, 4), (128, 4), (130, 9), (300, 12)])

@@ -62,6 +62,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_seeded(folder, format="fp32", hidden=128, topk=TOPK, experts=8)
 
 
+@pytest.fixture(scope="session")
+def short_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight layers: one of each kind at least."""
+    folder = tmp_path_factory.mktemp("short") / "seeded"
+    return make_seeded(folder, format="fp32", layers=8, hidden=128, topk=TOPK, experts=8)
+
+
 MakeRig = Callable[..., Rig]
 
 

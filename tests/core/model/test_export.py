@@ -23,17 +23,17 @@ class Step(torch.nn.Module):
         return forward(self.bound, weights, plan, kv)
 
 
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
 @pytest.mark.parametrize(
-    ("kv", "index", "form"),
+    ("kind", "kv", "index", "form"),
     [
-        ("fp32", "fp32", "absorbed"),
-        ("fp8_ds_mla", "planar_f32", "absorbed"),
-        ("fp32", "fp32", "unabsorbed"),
+        ("decode", "fp32", "fp32", "absorbed"),
+        ("prefill", "fp32", "fp32", "absorbed"),
+        ("decode", "fp8_ds_mla", "planar_f32", "absorbed"),
+        ("prefill", "bf16", "tiled16_f32", "unabsorbed"),
     ],
 )
-def test_export_gives_the_same_numbers(make_rig, prompt, kind, kv, index, form):
-    rig = make_rig(kv=kv, index=index, form=form)
+def test_export_gives_the_same_numbers(make_rig, short_checkpoint, prompt, kind, kv, index, form):
+    rig = make_rig(kv=kv, index=index, form=form, folder=short_checkpoint)
     runner = rig.runner
     rows = 1 if kind == "decode" else 24
 

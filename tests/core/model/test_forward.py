@@ -5,6 +5,7 @@ top-k.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,6 +75,40 @@ def test_a_mixed_step_equals_each_request_alone(rig, prompt, whole):
     close(output.logits, expected)
     for sequence in made:
         sequence.release(rig.runner.pools)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 5, 6])
+def test_verify_windows_of_any_depth_equal_single_rows(rig, prompt, whole, rows):
+    """B009: 1 + depth rows a request."""
+    sequence = rig.sequence(prompt(LENGTH))
+    rig.step((sequence, 97))
+    output = rig.step((sequence, rows), verify_rows=rows, all_logits=True)
+    sequence.release(rig.runner.pools)
+    close(output.logits, whole[97 : 97 + rows])
+
+
+def test_a_chunk_selects_keys_from_before_its_start(make_rig, prompt):
+    """B007: selection spans the whole visible context, whatever the chunk or the cached prefix."""
+    rig = make_rig()
+    topk = rig.runner.ops["topk"]
+    found: list[torch.Tensor] = []
+
+    def recording(*args):
+        result = topk(*args)
+        found.append(result[0])
+        return result
+
+    context = rig.runner._context
+    rig.runner._context = replace(context, ops={**context.ops, "topk": recording})
+    ids = prompt(LENGTH)
+    rig.logits(ids, LENGTH)
+    whole, found[:] = list(found), []
+    rig.logits(ids, 100, 50)
+    later = found[len(whole) :]
+    assert len(later) == len(whole) == len(rig.spec.index_owners)
+    for once, chunk in zip(whole, later, strict=True):
+        assert torch.equal(chunk, once[100:])
+        assert ((chunk >= 0) & (chunk < 100)).any(1).all(), "a row looks at its own chunk only"
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])

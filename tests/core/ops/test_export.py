@@ -17,8 +17,6 @@ from ml4core.compose.ops import COMPOSED
 
 from .support import Draw, make_cache, poison
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-
 Make = Callable[[Draw], tuple[Any, ...]]
 """Arguments from a seed; tensors and caches differ from one seed to the next, all else does not."""
 
@@ -251,6 +249,7 @@ def test_exported_ops_compute_the_same(case: str) -> None:
         assert equal(mine, given) != writes
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
 def test_lowered_programs_write_the_cache_too() -> None:
     """Functional form, as compilers take it: the write comes back as a mutated input."""
     make = CASES["kv_write/fp8_ds_mla"]

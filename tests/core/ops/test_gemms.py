@@ -96,14 +96,14 @@ def test_unknown_formats_are_named() -> None:
 def parts_by_formats(x: Tensor, format: str) -> tuple[Tensor, ...]:
     """The bytes as the format's own module makes them, of one matrix."""
     if format == "fp8_block":
-        return fp8_block.quantise_weight(x)
+        return fp8_block.quantize_weight(x)
     if format == "fp8_tensor":
-        return fp8_tensor.quantise(x)
+        return fp8_tensor.quantize(x)
     if format == "nvfp4":
         multiplier = nvfp4.global_multiplier(x)
         rows = multiplier.expand(x.shape[0])
-        return (*nvfp4.quantise(x, multiplier=multiplier), rows)
-    return mxfp4.quantise(x)
+        return (*nvfp4.quantize(x, multiplier=multiplier), rows)
+    return mxfp4.quantize(x)
 
 
 QUANTIZED = ("fp8_block", "fp8_tensor", "nvfp4", "mxfp4")
@@ -123,7 +123,7 @@ def check_quantize(x: Tensor) -> None:
     assert quantize(x, "fp8_tensor").parts["scale"].shape == ()
     assert quantize(x, "nvfp4").parts["global_scale"].shape == (rows,)
     for rule in mxfp4.RULES:
-        data, scale = mxfp4.quantise(x, rule)
+        data, scale = mxfp4.quantize(x, rule)
         weight = quantize(x, "mxfp4", rule)
         assert torch.equal(weight.parts["data"], data)
         assert torch.equal(weight.parts["scale"], scale)

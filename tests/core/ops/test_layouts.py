@@ -124,7 +124,7 @@ def test_the_formats_package_writes_the_same_bytes() -> None:
     packed = latent_layout("fp8_ds_mla").pack(rows, None)[0]
     assert torch.equal(packed, kv_rows.encode_fp8_ds_mla(rows))
     keys = rows[..., :128]
-    code, scale = kv_rows.quantise_index(keys, "e4m3fn")
+    code, scale = kv_rows.quantize_index(keys, "e4m3fn")
     for id, order, form in (
         ("planar_f32", "planar", "f32"),
         ("planar_ue8m0x4", "planar", "ue8m0x4"),

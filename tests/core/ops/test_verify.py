@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ml4core.compose.ops import COMPOSED
+from ml4core.compose.ops import COMPOSED, verify
 
 from .support import INF, NAN, Check, Draw, corner_cases
 
@@ -229,6 +229,17 @@ def test_a_request_does_not_depend_on_its_batch() -> None:
     )
     assert torch.equal(got[0], ids[some])
     assert torch.equal(got[1], counts[some])
+
+
+def test_an_empty_residual_is_the_targets_own_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding may reject a draft though the laws are equal: what was ruled out stays so."""
+    logits, drafts, seeds, positions = case(2, 200)
+    logits[:, :, 0] = -INF
+    monkeypatch.setattr(verify, "_accept", lambda scores, drafts, *more: drafts < 0)
+    ids, counts = verify_draft(logits, drafts, logits[:, :-1], torch.ones(200), seeds, positions)
+    assert counts.unique().tolist() == [1]
+    assert torch.equal(ids[:, 0], sample(logits[:, 0], torch.ones(200), seeds, positions))
+    assert (ids[:, 0] != 0).all()
 
 
 def test_nan_and_drafts_out_of_range() -> None:

@@ -127,6 +127,13 @@ def test_heads_and_dtypes(heads: int, dtype: torch.dtype, length: int | None) ->
 
 
 @pytest.mark.parametrize("length", [None, 9])
+def test_padded_rows_behind_a_request_with_keys(length: int | None) -> None:
+    """B018: what comes back for them was computed, and is nothing of a neighbour's."""
+    check_window(Batch([[5], [60, 61, 62]], padding=4), length)
+    check_window(Batch([[60]], padding=1), length)
+
+
+@pytest.mark.parametrize("length", [None, 9])
 def test_a_bound_on_rows_that_no_request_reaches(length: int | None) -> None:
     check_window(Batch(RAGGED), length, max_rows=50)
 
@@ -170,6 +177,29 @@ def test_a_visible_nan_shows() -> None:
     out, _ = batch.run(Draw(5).normal(2, 2, LATENT + ROPE), None)
     assert out[1].isnan().all()
     assert not out[0].isnan().any()
+
+
+@pytest.mark.parametrize("id", ["fp32", "fp8_ds_mla"])
+def test_selected_keys_by_whole_pages_or_by_slots(id: str) -> None:
+    """Two ways to read one selection; what is not selected holds NaN."""
+    batch, draw, k = Batch(RAGGED, id, padding=2), Draw(8), 12
+    rows = batch.visible.shape[0]
+    positions = torch.full((rows, k), -1, dtype=torch.int32)
+    slots, lens = positions.clone(), torch.zeros(rows, dtype=torch.int32)
+    for t in range(rows):
+        seen = batch.seen(t, None)
+        chosen = sorted(draw.permutation(len(seen))[:k].tolist())
+        positions[t, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+        slots[t, : len(chosen)] = torch.tensor([seen[p] for p in chosen], dtype=torch.int32)
+        lens[t] = len(chosen)
+    poison(batch.cache, sorted(set(range(batch.stored.shape[0])) - set(slots.flatten().tolist())))
+    q = draw.normal(rows, 2, LATENT + ROPE)
+    paged = (batch.table, batch.query_start, batch.visible, batch.max_rows)
+    by_pages = window.selected_mla(q, batch.cache, *paged, SCALE, positions)
+    by_slots = COMPOSED["sparse_mla"](q, batch.cache, slots, lens, SCALE)
+    for a, b in zip(by_pages, by_slots, strict=True):
+        assert torch.isfinite(a).equal(torch.isfinite(b))
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("length", [None, 6])

@@ -102,13 +102,9 @@ def test_a_run_too_long_for_the_pattern_is_the_request_s_fault(tokenizer: Tokeni
         lambda: tokenizer.encode(text, "prompt"),
         lambda: tokenizer.encode_chat([{"role": "user", "content": text}], "prompt"),
     ):
-        try:
-            ids = encode()
-        except RequestError as error:
-            assert error.field == "prompt"
-            assert len(str(error)) < 1000
-        else:  # a library with another engine for patterns takes it
-            assert len(ids) > 1
+        with pytest.raises(RequestError, match=r"^prompt: .* long runs") as caught:
+            encode()
+        assert len(str(caught.value)) < 1000
 
 
 def test_ids_of_the_model_alone_show_as_replacement(tokenizer: Tokenizer) -> None:
@@ -167,8 +163,9 @@ def test_flags_that_name_no_tekken_file(tmp_path: Path, name: str, told: str) ->
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="^[^-]*gone: no such file or folder"):
+    with pytest.raises(CheckpointError) as caught:
         find_tokenizer(tmp_path / "gone")
+    assert str(caught.value) == f"{tmp_path / 'gone'}: no such file or folder"
 
 
 def tekken(tiny: Path, **change: Any) -> bytes:

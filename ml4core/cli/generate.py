@@ -12,6 +12,7 @@ from ml4core.cli import report as startup
 from ml4core.cli.exits import UsageError
 from ml4core.cli.prompts import read_prompts
 from ml4core.engine.args import EngineArgs
+from ml4core.engine.backend_choice import choose_backend
 from ml4core.engine.errors import RequestError
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.registry import Choice
@@ -62,9 +63,8 @@ def generate(
     ] = False,
 ) -> None:
     """Answer prompts."""
-    from ml4core.engine.llm import choose_backend  # imports torch
-
-    choice = choose_backend(args)
+    if args.refusals():
+        _refuse(args)
     found = read_prompts(prompt or [], prompt_file or [])
     if stream and (as_json or len(found) > 1):
         raise UsageError("--stream: works for a single prompt, without --json")
@@ -74,6 +74,7 @@ def generate(
         stop_token_ids=tuple(_ids(stop_token_ids or [])),
         ignore_eos=ignore_eos,
     )
+    choice = choose_backend(args)
     args, tokenizer, vocab_size = _open_tokenizer(args)
     for token in params.stop_token_ids:
         if token >= vocab_size:
@@ -137,6 +138,14 @@ def _run(
     for index, text in enumerate(texts):
         head = f"==> prompt {index} <==\n" if len(texts) > 1 else ""
         output.write(f"{head}{text}\n")
+
+
+def _refuse(args: EngineArgs) -> None:
+    """Ends the run before a prompt is waited for, with all else that is against it."""
+    choose_backend(args)
+    from ml4core.engine.llm import open_engine  # imports torch
+
+    open_engine(args)
 
 
 def _open_tokenizer(args: EngineArgs) -> tuple[EngineArgs, Tokenizer, int]:

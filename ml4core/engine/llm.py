@@ -12,16 +12,17 @@ from typing import Any
 import torch
 
 from ml4core import registry
-from ml4core.api import Deployment, FaultError, Refused, Segment, StepShape
+from ml4core.api import Deployment, FaultError, Segment, StepShape
 from ml4core.engine import resolve as resolving
 from ml4core.engine.args import EngineArgs
+from ml4core.engine.backend_choice import choose_backend
 from ml4core.engine.cache_sizes import plan_caches
 from ml4core.engine.generate import Completion, GenerateLoop, OnToken
 from ml4core.engine.kv_pool import KVPlan
 from ml4core.engine.runner import ModelRunner
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.models.checkpoint import Checkpoint
-from ml4core.models.hub import is_local, resolve_model
+from ml4core.models.hub import resolve_model
 from ml4core.models.tensors import load_model_spec, validate
 from ml4core.models.weights import load_layers
 
@@ -118,23 +119,6 @@ class Engine:
 
     def close(self) -> None:
         self.runner.session.close()
-
-
-def choose_backend(args: EngineArgs) -> registry.Choice:
-    """The backend that ``args`` ask for, found before any model is looked for.
-
-    Raises ``Refused`` with every reason; flags whose part has not landed are among them, and are
-    alone enough where a model would have to be downloaded first.
-    """
-    refusals = list(args.refusals())
-    kind = args.additional_config.get("device")
-    try:
-        choice = registry.select(args.backend, device_kind=str(kind) if kind else None)
-    except Refused as refused:
-        raise Refused([*refusals, *refused.refusals], refused.what) from None
-    if refusals and not is_local(args.model):
-        raise Refused(refusals)
-    return choice
 
 
 def open_engine(

@@ -17,9 +17,10 @@ _STEMS = tuple(
         (r"mask_embeddings?(?:\.(weight))?", "mask_embeddings"),
         (r"markov_head\.w1(?:\.(weight))?", "markov_head.w1"),
         (rf"markov_head\.w2(?:\.({_SCALES}))?", "markov_head.w2"),
-        (rf"markov_head\.joint_proj\.({_SCALES}|bias)", "markov_head.joint_proj"),
+        (rf"markov_head\.joint_proj\.({_SCALES})", "markov_head.joint_proj"),
     )
 )
+_BIAS = "markov_head.joint_proj.bias"  # a vector, and no part of the matrix beside it
 
 
 def inner_name(name: str) -> TensorName | None:
@@ -33,6 +34,8 @@ def inner_name(name: str) -> TensorName | None:
     for pattern, stem in _STEMS:
         if (found := pattern.fullmatch(inner)) is not None:
             return TensorName(stem, found[1] or "weight")
+    if inner == _BIAS:
+        return TensorName(_BIAS, "")
     return canonical(inner)
 
 

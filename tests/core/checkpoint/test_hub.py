@@ -121,6 +121,7 @@ def test_repository(hub: Hub, tmp_path: Path) -> None:
         {
             "repo_id": REPOSITORY,
             "revision": "v2",
+            "cache_dir": None,
             "allow_patterns": ["*.safetensors", "*.json", "tekken*"],
             "ignore_patterns": ["*/*", "model*.safetensors"],
         }

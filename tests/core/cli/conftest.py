@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -83,6 +84,7 @@ class StubEngine:
     params: Any = None
     answer: list[int] | None = None
     closed: bool = False
+    choice: Any = "a choice"
 
     def open(self, args: EngineArgs, *, progress: Any = None, **sizes: Any) -> StubEngine:
         self.args, self.sizes = args, sizes
@@ -113,6 +115,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> StubEngine:
     import ml4core.engine.llm
 
     stub = StubEngine()
+    command = importlib.import_module("ml4core.cli.generate")
+    monkeypatch.setattr(command, "choose_backend", lambda args: stub.choice)
     monkeypatch.setattr(ml4core.engine.llm, "open_engine", stub.open)
     return stub
 

@@ -187,6 +187,7 @@ LANDED = {
     "attention_config": {"mla_form": "unabsorbed", "index_layout": "x-dist/mine"},
     "additional_config": {"device": "interpreted"},
     "revision": "r",
+    "download_dir": "d",
 }
 NOT_LANDED = {
     "tokenizer_mode": "hf",

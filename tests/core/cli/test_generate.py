@@ -62,6 +62,7 @@ def test_the_engine_is_told_what_is_asked(
     assert done.code == 0
     longest = len(tokenizer.encode("a b c d"))
     assert engine.sizes == {
+        "choice": engine.choice,
         "sequences": 2,
         "tokens_each": longest + 7,
         "eos_ids": frozenset({tokenizer.eos_id}),
@@ -299,14 +300,6 @@ def test_refused_flags_are_told_with_the_reasons_of_the_backend(
     assert "[core] --tensor-parallel-size: " in done.err
     assert "[stub] device: is away" in done.err
     assert len(seen) == 1
-
-
-def test_a_refused_flag_never_runs_whatever_the_engine_says(
-    ml4: Any, engine: Any, checkpoint: Path
-) -> None:
-    done = ml4("generate", str(checkpoint), "--prompt", "a", "-tp", "2")
-    assert (done.code, done.out) == (3, "")
-    assert engine.prompts == ()
 
 
 @pytest.mark.parametrize(

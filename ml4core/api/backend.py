@@ -132,7 +132,8 @@ class Session(Protocol):
         device. Called once for each, in order, so that memory peaks at the model plus one layer.
         Arguments may be reused or dropped. Where images are served, ``layer`` is None too for
         ``VISION_WEIGHTS`` and for ``VISION_LAYER_WEIGHTS`` of each of the encoder's layers; names
-        tell them apart."""
+        tell them apart. Where drafts are made, so it is for ``DRAFT_WEIGHTS``; draft layers have
+        their spec."""
         ...
 
     def alloc_kv(self, layout: KVLayout, blocks: int, block_size: int) -> KVCache:

@@ -90,14 +90,17 @@ def bind_ops(
     declared.
 
     Raises ``Refused`` for each op that nobody gives, and for each own op that the contract table
-    doesn't know.
+    doesn't know or that the capabilities don't declare.
     """
     own = session.ops
-    problems = [
-        Refusal(backend, f"op:{name}", "is not in the op table", "a name of ml4core.api.OPS")
-        for name in own
-        if name not in OPS
-    ]
+    problems = []
+    for name in own:
+        if name not in OPS:
+            reason, remedy = "is not in the op table", "a name of ml4core.api.OPS"
+            problems.append(Refusal(backend, f"op:{name}", reason, remedy))
+        elif f"op:{name}" not in capabilities:
+            reason = "is offered but not declared"
+            problems.append(Refusal(backend, f"op:{name}", reason, "declare it as a capability"))
     compose = "feature:compose" in capabilities
     bound: dict[str, Callable[..., Any]] = {}
     choices: list[Choice] = []
@@ -120,16 +123,15 @@ def bind_ops(
 
 def bind_model(session: Session, context: StageContext, shape: StepShape) -> BoundModel:
     """Binds each layer of ``context.model`` for a step shape. ``context.layer`` is ignored."""
-    found: dict[tuple[str, str], Choice] = {}
+    found: dict[Choice, tuple[int, ...]] = {}  # a choice without its layers -> these
     layers: list[Callable[..., Any]] = []
     for spec in context.model.layers:
         call, choices = _bind_stage("decoder_layer", session, replace(context, layer=spec), shape)
         layers.append(call)
         for choice in choices:
-            key = (choice.part, choice.layer_kind)
-            first = found.setdefault(key, choice)
-            found[key] = replace(first, layers=(*first.layers, spec.index))
-    return BoundModel(context.model, tuple(layers), context.ops, tuple(found.values()))
+            found[choice] = (*found.get(choice, ()), spec.index)
+    merged = tuple(replace(choice, layers=indices) for choice, indices in found.items())
+    return BoundModel(context.model, tuple(layers), context.ops, merged)
 
 
 def bind_global_stage(

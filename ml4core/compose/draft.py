@@ -191,15 +191,15 @@ class BlockDrafter(Drafter):
             )
             return out  # type: ignore[no-any-return]
         # Windows of one end and unlike beginnings: a call for each row of the block.
-        rows = q.unflatten(0, (-1, depth))
-        start = torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=q.device)
+        rows = q.unflatten(0, (-1, depth)).transpose(0, 1).contiguous()
+        start = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=q.device)
         ends = block.visible.unflatten(0, (-1, depth))[:, 0]
         outs = []
         for i in range(depth):
             last = min(depth, i + window)  # keys of the block that row i sees end here
-            visible = torch.where(ends > 0, ends - (depth - last), 0)
+            visible = (ends - (depth - last)).clamp(min=0)
             keys = window - 1 + last - i
-            out, _ = ops["window_mla"](rows[:, i], cache, table, start, visible, 1, scale, keys)
+            out, _ = ops["window_mla"](rows[i], cache, table, start, visible, 1, scale, keys)
             outs.append(out)
         return torch.stack(outs, dim=1).flatten(0, 1)
 

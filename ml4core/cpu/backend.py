@@ -37,7 +37,7 @@ class CpuBackend:
             "dtype": "float32",
             "kv": "fp32",
             "fp8": "fp8_ds_mla",
-            "index": "fp32",
+            "index": "planar_f32",
             "block_size": "64",
         }
         return Capabilities(_FEATURES, defaults)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from ml4core.models.errors import shown
 from ml4core.models.params import Count, Index, LeRoPE, Positive, Strict, Yarn
 from ml4core.models.params_file import block_problems, refusal
+
+
+Few = Annotated[int, Field(ge=1, le=1000)]
 
 
 class Mtp(Strict):
@@ -19,8 +22,8 @@ class Mtp(Strict):
     target_layers: list[Index] | None = None
     taps: list[Index] | None = None
     """The same as `target_layers`."""
-    n_layers: Count | None = None
-    depth: Count | None = None
+    n_layers: Few | None = None
+    depth: Few | None = None
     """Drafts of one block."""
     sliding_window: Count | None = None
     window_mode: Literal["row", "block"] | None = None

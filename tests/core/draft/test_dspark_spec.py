@@ -149,6 +149,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"sliding_windw": 5}, "mtp.sliding_windw: unknown key; did you mean sliding_w"),
     "experts": ({"moe": {"num_experts": 4}}, "mtp.moe: unknown key"),
     "depth 0": ({"depth": 0}, "mtp.depth: 0; must be 1 or more"),
+    "too many layers": ({"n_layers": 10**12}, "mtp.n_layers: 1000000000000; must be at most 1000"),
     "depth as text": ({"depth": "3"}, "mtp.depth: '3'; must be a whole number"),
     "mode": ({"window_mode": "both"}, "mtp.window_mode: 'both'; must be one of 'row' or 'block'"),
     "head": ({"markov_head": "gated"}, "mtp.markov_head: 'gated'; must be one of 'rnn'"),

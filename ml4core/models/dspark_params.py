@@ -12,7 +12,6 @@ from ml4core.models.errors import shown
 from ml4core.models.params import Count, Index, LeRoPE, Positive, Strict, Yarn
 from ml4core.models.params_file import block_problems, refusal
 
-
 Few = Annotated[int, Field(ge=1, le=1000)]
 
 

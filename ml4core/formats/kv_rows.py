@@ -87,6 +87,8 @@ def _to_bytes(values: Tensor) -> Tensor:
 
 def _from_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
     """The values `dtype` [..., n] of bytes uint8 [..., n * itemsize]."""
+    if not stored.shape[-1]:  # the rope of a model without any: torch can't view no bytes anew
+        return stored.to(dtype)
     # A copy, because a slice of a page need not begin at a multiple of the item size.
     return stored.clone(memory_format=torch.contiguous_format).view(dtype)
 

@@ -70,7 +70,8 @@ class Capabilities:
         features: words of the vocabulary.
         defaults: what ``auto`` means here. Keys: ``dtype`` (a ``--dtype`` value), ``kv`` (layout
             for ``--kv-cache-dtype auto``), ``fp8`` (layout for ``fp8`` and ``fp8_e4m3``), ``index``
-            (index key layout), ``block_size`` (tokens a page).
+            (index key layout), ``block_size`` (tokens a page), ``max_num_seqs`` and
+            ``max_num_batched_tokens`` (sequences and rows of a step at most).
         limits: upper bounds as integers, e.g. ``max_topk``, ``max_heads``, ``max_verify_rows``;
             absent means none.
     """

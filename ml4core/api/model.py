@@ -1,9 +1,8 @@
 """The model as a table of layers. Every trait is per layer; no code branches on a model's name.
 
 Letters in shapes: ``T`` rows of a step, ``H`` hidden, ``N`` heads, ``L`` latent rank, ``R`` rope
-    dims, ``P`` q.k dims without
-rope, ``V`` value dims a head, ``Hi`` index heads, ``D`` index head dim, ``K`` index top-k, ``E``
-experts, ``I`` expert width.
+dims, ``P`` q.k dims without rope, ``V`` value dims a head, ``Hi`` index heads, ``D`` index head
+dim, ``K`` index top-k, ``E`` experts, ``I`` expert width.
 """
 
 from __future__ import annotations

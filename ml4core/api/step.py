@@ -72,11 +72,10 @@ class StepPlan:
     to ``shape``.
 
     Padding leaves no trace: a padded row has slot -1 and visible length 0, a padded request has
-        page 0 only, and results of
-    padded rows are finite and unused. Page 0 of every group is the null page: never written, never
-    shared out. In the decode and verify segments a padded request holds its padded rows, so that
-    ``query_start`` is the same for any count of real ones; in the prefill segment it holds none,
-    and padded rows at the end belong to no request.
+    page 0 only, and results of padded rows are finite and unused. Page 0 of every group is the null
+    page: never written, never shared out. In the decode and verify segments a padded request holds
+    its padded rows, so that ``query_start`` is the same for any count of real ones; in the prefill
+    segment it holds none, and padded rows at the end belong to no request.
 
     Attributes:
         token_ids: [T] int64.

@@ -80,6 +80,9 @@ LAYER_WEIGHTS: Mapping[str, str] = MappingProxyType(
         "gate": "fp32 tensor [E, H]. MoE layers, as those that follow",
         "experts_w13": "Weight [E, 2I, H]: w1 (gate), then w3 (up)",
         "experts_w2": "Weight [E, H, I]",
+        "experts_w13_input_scale": "fp32 tensor [E], all experts' on every rank: the fixed "
+        "scale of w13's input, x = code * scale. Where the checkpoint has them",
+        "experts_w2_input_scale": "fp32 tensor [E], as the one before, of w2's input",
         "shared_w13": "Weight [2 Is, H]. With shared experts",
         "shared_w2": "Weight [H, Is]. With shared experts",
         "dense_w13": "Weight [2 D, H]. Dense layers",

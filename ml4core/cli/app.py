@@ -9,9 +9,20 @@ from typing import Annotated
 import typer
 
 from ml4core import API_VERSION, __version__
-from ml4core.cli import backends, checkpoint, doctor, exits, generate, inspect, output
+from ml4core.cli import (
+    backends,
+    checkpoint,
+    doctor,
+    exits,
+    generate,
+    inspect,
+    output,
+    plan,
+    quantize,
+)
 from ml4core.cli.commands import CommandGroup
 from ml4core.cli.engine_options import EngineCommand, with_engine_flags
+from ml4core.cli.sampling_options import with_sampling_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +53,11 @@ def build_app() -> typer.Typer:
     app.command("doctor")(doctor.doctor)
     app.command("inspect")(inspect.inspect)
     app.add_typer(checkpoint.build_app(), name="checkpoint")
-    app.command("generate", cls=EngineCommand)(with_engine_flags(generate.generate))
+    app.command("quantize")(quantize.quantize)
+    app.command("generate", cls=EngineCommand)(
+        with_engine_flags(with_sampling_options(generate.generate))
+    )
+    app.command("plan", cls=EngineCommand)(with_engine_flags(plan.plan, plan.PUBLISHED))
     return app
 
 

@@ -22,7 +22,8 @@ def make(
     folder: Annotated[Path, typer.Argument(help="Where to write.", metavar="FOLDER")],
     seed: Annotated[int, typer.Option(help="Of the weights.", min=0, max=2**63 - 1)] = 0,
     format: Annotated[
-        Literal["bf16", "fp32", "fp8_block"], typer.Option(help="Of the matrices.")
+        Literal["bf16", "fp32", "fp8_block", "fp8_tensor", "nvfp4_ct", "nvfp4_modelopt", "mxfp4"],
+        typer.Option(help="Of the matrices; four bits are of routed experts, FP8 is the rest."),
     ] = "bf16",
     if_missing: Annotated[
         bool,

@@ -97,26 +97,33 @@ def _values(flag: Flag, rest: list[str]) -> list[str]:
     return taken
 
 
-def with_engine_flags(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A command's function whose first parameter is ``EngineArgs``; its other ones are options."""
+def with_engine_flags(
+    function: Callable[..., Any], default_model: str | None = None
+) -> Callable[..., Any]:
+    """A command's function whose first parameter is ``EngineArgs``; its other ones are options.
+
+    ``default_model``: the model where none is given, for a command that only plans: its flags work
+    whether or not an engine can be started with them.
+    """
+    plans = default_model is not None
     own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
 
-    def command(*, model: str, **given: Any) -> Any:
+    def command(*, model: str | None, **given: Any) -> Any:
         flags = {name: given.pop(name) for name in FLAGS}
         stated = {name: value for name, value in flags.items() if value not in (None, [])}
-        return function(EngineArgs.parse(model, stated), **given)
+        return function(EngineArgs.parse(model or default_model or "", stated), **given)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter(
             "model",
             keyword,
-            default=typer.Argument(..., help=MODEL_HELP, metavar="MODEL"),
+            default=typer.Argument(None if plans else ..., help=MODEL_HELP, metavar="MODEL"),
             annotation=str,
         ),
         *(parameter.replace(kind=keyword) for parameter in own),
         *(
-            _parameter(FLAGS[name])
+            _parameter(FLAGS[name], plans)
             for panel in PANELS
             for name in FLAGS
             if FLAGS[name].panel == panel
@@ -129,13 +136,13 @@ def with_engine_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _parameter(flag: Flag) -> inspect.Parameter:
+def _parameter(flag: Flag, plans: bool) -> inspect.Parameter:
     names = [flag.short] if flag.short else []
     names.append(f"{flag.name}/--no-{flag.name[2:]}" if flag.kind is bool else flag.name)
     option = typer.Option(
         None,
         *names,
-        help=_help(flag),
+        help=_help(flag, plans),
         metavar=None if flag.kind is bool else _metavar(flag),
         show_default=False,
         rich_help_panel=flag.panel,
@@ -159,10 +166,10 @@ def _metavar(flag: Flag) -> str:
     return _METAVARS[kind] + ("..." if flag.kind is list else "")
 
 
-def _help(flag: Flag) -> str:
+def _help(flag: Flag, plans: bool) -> str:
     text = flag.help[0].upper() + flag.help[1:]
     if flag.kind is not bool and flag.default not in (None, (), {}):
         text += f"; default: {flag.default}"
-    if flag.part and not flag.works:
+    if flag.part and not flag.works and not plans:
         text += "; has not landed"
     return text + "."

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Annotated, Any
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ml4core.cli import output
+from ml4core.cli import answers, output
 from ml4core.cli import report as startup
 from ml4core.cli.exits import UsageError
-from ml4core.cli.prompts import read_prompts
+from ml4core.cli.prompts import Source, read_prompts
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.backend_choice import choose_backend
 from ml4core.engine.errors import RequestError
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.registry import Choice
-from ml4core.serving.tokenizer import Tokenizer, find_tokenizer
+from ml4core.serving.batch_run import OnDone, OnText, run_jobs
+from ml4core.serving.inputs import Job, Prompt, read_chat
+from ml4core.serving.opening import open_tokenizer
+from ml4core.serving.outputs import RequestOutput
+from ml4core.serving.progress import request_bar
+from ml4core.serving.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ml4core.engine.llm import Engine
+
+Shape = Literal["stream", "lines", "object"]
+"""Text as it is made; each prompt's answers once they are whole; one JSON object at the end."""
 
 
 def generate(
     args: EngineArgs,
+    params: SamplingParams,
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; may be repeated.", metavar="TEXT")
     ] = None,
@@ -31,24 +46,19 @@ def generate(
             metavar="FILE",
         ),
     ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(help="Tokens to make at most, for each prompt.", metavar="INTEGER")
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token.", metavar="NUMBER")
-    ] = 0.0,
-    stop_token_ids: Annotated[
-        list[str] | None,
-        typer.Option(help="Ids that end an answer; may be repeated.", metavar="ID[,ID...]"),
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="A file with a prompt a line, or - for stdin; of a .jsonl file each line is "
+            '{"prompt": ...} or {"messages": ...}. Answers with --json are lines, too.',
+            metavar="FILE",
+        ),
     ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the end of the answer.")
-    ] = False,
     stream: Annotated[
         bool | None,
         typer.Option(
             "--stream/--no-stream",
-            help="Print text as it is made; on for a single prompt.",
+            help="Print text as it is made; on for a single answer.",
             show_default=False,
         ),
     ] = None,
@@ -56,7 +66,10 @@ def generate(
         bool,
         typer.Option("--chat/--raw", help="A prompt is a user's message, or text to go on with."),
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="One object, once all is done.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="One object, once all is done; with --prompts a line each."),
+    ] = False,
     report: Annotated[
         bool,
         typer.Option("--report", help="Tell what runs where, and why: on stderr, or in the JSON."),
@@ -65,79 +78,98 @@ def generate(
     """Answer prompts."""
     if args.refusals():
         _refuse(args)
-    found = read_prompts(prompt or [], prompt_file or [])
-    if stream and (as_json or len(found) > 1):
-        raise UsageError("--stream: works for a single prompt, without --json")
-    params = SamplingParams(
-        temperature=temperature,
-        max_tokens=max_tokens,
-        stop_token_ids=tuple(_ids(stop_token_ids or [])),
-        ignore_eos=ignore_eos,
-    )
+    if params.logprobs is not None and not as_json:
+        raise UsageError("--logprobs: works with --json")
+    found = read_prompts(prompt or [], prompt_file or [], prompts)
+    single = len(found) == params.n == 1 and not as_json
+    if stream and not single:
+        raise UsageError("--stream: works for a single answer, without --json")
     choice = choose_backend(args)
-    args, tokenizer, vocab_size = _open_tokenizer(args)
+    args, tokenizer, vocab_size = open_tokenizer(args)
     for token in params.stop_token_ids:
         if token >= vocab_size:
             raise RequestError("--stop-token-ids", token, f"ids from 0 to {vocab_size - 1}")
-    ids = [_encode(tokenizer, field, text, chat) for field, text in found]
-    live = not as_json and len(found) == 1 if stream is None else stream
-    _run(args, choice, tokenizer, ids, params, live=live, as_json=as_json, report=report)
+    jobs = [Job(field, _prompt(tokenizer, field, source, chat), params) for field, source in found]
+    shape: Shape = "lines"
+    if single and stream is not False:
+        shape = "stream"
+    elif as_json and prompts is None:
+        shape = "object"
+    _run(args, choice, tokenizer, jobs, shape, as_json=as_json, report=report)
 
 
 def _run(
     args: EngineArgs,
     choice: Choice,
     tokenizer: Tokenizer,
-    ids: list[list[int]],
-    params: SamplingParams,
+    jobs: list[Job],
+    shape: Shape,
     *,
-    live: bool,
     as_json: bool,
     report: bool,
 ) -> None:
     from ml4core.engine.llm import open_engine
 
-    longest = max(map(len, ids)) + params.max_tokens
+    limit, n = jobs[0].params.max_tokens, jobs[0].params.n
+    longest = max(len(job.prompt.token_ids) for job in jobs)
     with output.progress_bar("loading") as progress:
         engine = open_engine(
             args,
             choice=choice,
-            sequences=len(ids),
-            tokens_each=longest,
+            sequences=len(jobs) * n,
+            tokens_each=None if limit is None else longest + limit,
             eos_ids=frozenset({tokenizer.eos_id}),
             progress=progress,
         )
     try:
         facts = engine.report() if report else None
-        if facts is not None and not as_json:
+        if facts is not None and shape != "object":
             output.note(startup.text(facts))
-        decoder = tokenizer.stream()
-        done = engine.generate(
-            ids, params, (lambda _, token: output.write(decoder.push(token))) if live else None
-        )
+        on_text: OnText | None = None
+        on_done: OnDone | None = None
+        if shape == "stream":
+            on_text = _write_text
+        elif shape == "lines":
+            on_done = answers.InOrder(len(jobs), as_json=as_json).take
+        outputs = _run_jobs(engine, tokenizer, jobs, on_text, on_done)
     finally:
         engine.close()
-    if live:
-        output.write(decoder.flush() + "\n")
-        return
-    texts = [tokenizer.decode(completion.token_ids) for completion in done]
-    if as_json:
-        completions = [
-            {
-                "index": index,
-                "prompt_tokens": len(prompt),
-                "token_ids": completion.token_ids,
-                "text": text,
-                "finish_reason": completion.finish_reason,
-            }
-            for index, (prompt, completion, text) in enumerate(zip(ids, done, texts, strict=True))
-        ]
-        result: dict[str, Any] = {"model": args.model, "completions": completions}
+    if shape == "stream":
+        output.write("\n")
+    elif shape == "object":
+        records = [r for place, done in enumerate(outputs) for r in answers.records(place, done)]
+        result: dict[str, Any] = {"model": args.model, "completions": records}
         output.write_json(result if facts is None else result | {"report": facts})
-        return
-    for index, text in enumerate(texts):
-        head = f"==> prompt {index} <==\n" if len(texts) > 1 else ""
-        output.write(f"{head}{text}\n")
+
+
+def _run_jobs(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    jobs: Sequence[Job],
+    on_text: OnText | None,
+    on_done: OnDone | None,
+) -> list[RequestOutput]:
+    """Of several jobs, says on stderr how far they are, and at the end how fast it went."""
+    several = len(jobs) > 1
+    # Answers that come on the terminal show how far it is, and a bar would stand among them.
+    bar = several and not (on_done is not None and sys.stdout.isatty())
+    with request_bar(len(jobs), bar) as ended:
+
+        def done(place: int, one: RequestOutput) -> None:
+            ended()
+            if on_done is not None:
+                on_done(place, one)
+
+        numbers, started = itertools.count(), time.monotonic()
+        outputs = run_jobs(engine, tokenizer, jobs, numbers, on_text=on_text, on_done=done)
+        seconds = time.monotonic() - started
+    if several:
+        output.note(answers.throughput(outputs, seconds))
+    return outputs
+
+
+def _write_text(place: int, index: int, text: str) -> None:
+    output.write(text)
 
 
 def _refuse(args: EngineArgs) -> None:
@@ -148,28 +180,9 @@ def _refuse(args: EngineArgs) -> None:
     open_engine(args)
 
 
-def _open_tokenizer(args: EngineArgs) -> tuple[EngineArgs, Tokenizer, int]:
-    """The tokenizer, and the model's vocabulary size; ``args`` then name a local folder."""
-    from ml4core.models.checkpoint import Checkpoint
-    from ml4core.models.hub import resolve_model
-    from ml4core.models.tensors import load_model_spec
-
-    folder = resolve_model(args.model, args.revision, args.download_dir)
-    spec = load_model_spec(Checkpoint.open(folder))
-    tokenizer = Tokenizer.load(find_tokenizer(folder, args.tokenizer))
-    tokenizer.check_vocab(spec.vocab_size)
-    return dataclasses.replace(args, model=str(folder), revision=None), tokenizer, spec.vocab_size
-
-
-def _encode(tokenizer: Tokenizer, field: str, text: str, chat: bool) -> list[int]:
+def _prompt(tokenizer: Tokenizer, field: str, source: Source, chat: bool) -> Prompt:
+    if not isinstance(source, str):
+        return read_chat(source, tokenizer, field)
     if chat:
-        return tokenizer.encode_chat([{"role": "user", "content": text}], field)
-    return tokenizer.encode(text, field)
-
-
-def _ids(texts: list[str]) -> list[int]:
-    words = [word for text in texts for word in text.split(",")]
-    for word in words:
-        if not word.strip().isdecimal() or len(word) > 10:
-            raise RequestError("--stop-token-ids", word, "token ids, 0 or above")
-    return [int(word) for word in words]
+        return read_chat([{"role": "user", "content": source}], tokenizer, field)
+    return Prompt(source, tokenizer.encode(source, field))

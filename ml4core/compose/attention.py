@@ -13,7 +13,7 @@ from ml4core.compose.context import StageContext
 from ml4core.compose.hadamard import hadamard
 from ml4core.compose.ops.attention import sparse_mla as gathered_mla
 from ml4core.compose.ops.window import selected_mla
-from ml4core.compose.segments import pieces
+from ml4core.compose.segments import Piece, pieces
 
 Weights = Mapping[str, Any]
 Children = Mapping[str, Callable[..., Any]]
@@ -111,11 +111,15 @@ def attn_inputs(ctx: StageContext, children: Children) -> Callable[..., AttnInpu
     ) -> AttnInputs:
         hidden = normed(ctx, w, residual, hidden)
         q_nope, q_pe, index_q, index_weights = query_latent_index(ctx, w, plan, kv, hidden)
-        q_latent = ctx.ops["head_gemm"](q_nope, w["w_uk"])
-        q = torch.cat([q_latent, q_pe], dim=-1) if ctx.spec.rope_dim else q_latent
-        return AttnInputs(q, index_q, index_weights)
+        return AttnInputs(absorbed(ctx, w, q_nope, q_pe), index_q, index_weights)
 
     return call
+
+
+def absorbed(ctx: StageContext, w: Weights, q_nope: Tensor, q_pe: Tensor) -> Tensor:
+    """The query [T, N, W] that meets latents: W_UK taken into it, then its rope part."""
+    q_latent: Tensor = ctx.ops["head_gemm"](q_nope, w["w_uk"])
+    return torch.cat([q_latent, q_pe], dim=-1) if ctx.spec.rope_dim else q_latent
 
 
 def select(ctx: StageContext, children: Children) -> Callable[..., Selection]:
@@ -150,49 +154,53 @@ def select(ctx: StageContext, children: Children) -> Callable[..., Selection]:
     return call
 
 
-_GATHER_COST = 40
+GATHER_COST = 40
 """What it costs to gather a key for one row, in units of one head's arithmetic on a key."""
 
 
 def sparse_mla(ctx: StageContext, children: Children) -> Callable[..., tuple[Tensor, Tensor]]:
-    layer, ops = ctx.spec, ctx.ops
-    composed = ops["sparse_mla"] is gathered_mla  # a backend's own op is always called
-
     def call(
         plan: StepPlan, kv: LayerKV, q: Tensor, selection: Selection | None
     ) -> tuple[Tensor, Tensor]:
-        table = plan.block_tables["latent"]
-        columns = table.shape[1] * kv.latent.block_size
-        outs, lses = [], []
-        for piece in pieces(plan):
-            paged = (
-                q[piece.rows],
-                kv.latent,
-                table[piece.requests],
-                piece.query_start,
-                plan.visible[piece.rows],
-                piece.max_rows,
-                layer.softmax_scale,
-            )
-            if selection is None:
-                out, lse = ops["window_mla"](*paged, None)
-            elif composed and _whole_pages_pay(
-                piece.max_rows, columns, selection.positions.shape[1], layer.heads
-            ):
-                out, lse = selected_mla(*paged, selection.positions[piece.rows])
-            else:
-                slots, lens = selection.slots[piece.rows], selection.lens[piece.rows]
-                out, lse = ops["sparse_mla"](paged[0], kv.latent, slots, lens, layer.softmax_scale)
-            outs.append(out)
-            lses.append(lse)
+        found = [attend(ctx, plan, kv, q[p.rows], selection, p) for p in pieces(plan)]
+        outs, lses = zip(*found, strict=True)
         return torch.cat(outs), torch.cat(lses)
 
     return call
 
 
+def attend(
+    ctx: StageContext,
+    plan: StepPlan,
+    kv: LayerKV,
+    q: Tensor,
+    selection: Selection | None,
+    piece: Piece,
+) -> tuple[Tensor, Tensor]:
+    """out [rows, N, L] and lse of one piece's absorbed queries ``q`` [rows, N, W]."""
+    layer, ops = ctx.spec, ctx.ops
+    table = plan.block_tables["latent"][piece.requests]
+    visible = plan.visible[piece.rows]
+    paged = (q, kv.latent, table, piece.query_start, visible, piece.max_rows, layer.softmax_scale)
+    if selection is None:
+        out, lse = ops["window_mla"](*paged, None)
+        return out, lse
+    positions, slots = selection.positions[piece.rows], selection.slots[piece.rows]
+    columns = table.shape[1] * kv.latent.block_size
+    # A backend's own op is always called.
+    if ops["sparse_mla"] is gathered_mla and _whole_pages_pay(
+        piece.max_rows, columns, positions.shape[1], layer.heads
+    ):
+        return selected_mla(*paged, positions)
+    out, lse = ops["sparse_mla"](
+        q, kv.latent, slots, selection.lens[piece.rows], layer.softmax_scale
+    )
+    return out, lse
+
+
 def _whole_pages_pay(rows: int, columns: int, topk: int, heads: int) -> bool:
     """Whether a chunk attends faster to whole pages under a mask than to gathered keys."""
-    return rows >= 16 and columns * heads <= topk * (heads + _GATHER_COST)
+    return rows >= 16 and columns * heads <= topk * (heads + GATHER_COST)
 
 
 def attn_output(ctx: StageContext, children: Children) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -172,6 +172,16 @@ def _first_accepted(
     return None, tuple(rejected)
 
 
+def _all_composed(context: StageContext, choices: Sequence[Choice]) -> bool:
+    """Whether attention may choose its form: asked to, with parts and ops of core's own alone."""
+    ops = ("sparse_mla", "window_mla", "gather_kv", "head_gemm")
+    return (
+        context.mla_form == "auto"
+        and all(choice.provider == COMPOSE and not choice.rejected for choice in choices)
+        and all(context.ops[op] is COMPOSED[op] for op in ops)
+    )
+
+
 def _bind_stage(
     name: str, session: Session, context: StageContext, shape: StepShape
 ) -> tuple[Callable[..., Any], list[Choice]]:
@@ -195,5 +205,9 @@ def _bind_stage(
     build = unabsorbed.attention if flagged else _BUILDERS[name]
     provider = "compose:unabsorbed" if flagged else ("parts" if children else COMPOSE)
     by = "flag" if flagged else "core"
+    if name == "attention" and _all_composed(context, choices):
+        # Nobody else has a part in it, so the form may follow the rows of each piece.
+        build, provider = unabsorbed.attention, f"{COMPOSE}:auto"
+        choices = [choice for choice in choices if choice.part == "select"]
     own = Choice(name, spec.kind, shape.kind, provider, by, rejected=rejected)
     return build(context, children), [own, *choices]

@@ -20,7 +20,7 @@ class StageContext:
     Attributes:
         layer: None for stages of the whole model.
         dtype: of activations and the residual.
-        mla_form: ``absorbed`` or ``unabsorbed``.
+        mla_form: ``absorbed``, ``unabsorbed``, or ``auto``: the cheaper one for each piece.
     """
 
     model: ModelSpec
@@ -28,7 +28,7 @@ class StageContext:
     ops: Ops
     collectives: Collectives
     dtype: torch.dtype
-    mla_form: str = "absorbed"
+    mla_form: str = "auto"
 
     @property
     def spec(self) -> LayerSpec:

@@ -1,8 +1,8 @@
-"""Attention with keys and values expanded a head: what training computes. Costs more a key, less a
-head dim.
+"""Attention with keys and values expanded a head, for the pieces of a step where that costs less.
 
-A stage of its own, chosen by ``--attention-config '{"mla_form": "unabsorbed"}'``. It reads the same
-caches and the same selection as the absorbed form.
+What training computes: a key costs its expansion once, and less for each row and head after that.
+``--attention-config '{"mla_form": ...}'`` asks for one form; ``auto`` takes the cheaper one for
+each piece. Both read the same caches and the same selection.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ml4core.api import LayerKV, Selection, StepPlan
+from ml4core.api import LayerKV, LayerSpec, Selection, StepPlan
 from ml4core.compose.attention import (
+    GATHER_COST,
     Children,
     Weights,
+    absorbed,
+    attend,
     normed,
     project_output,
     query_latent_index,
@@ -24,11 +28,15 @@ from ml4core.compose.context import StageContext
 from ml4core.compose.grid import Grid
 from ml4core.compose.segments import Piece, pieces
 
+_EXPANDED_BYTES = 256 << 20
+"""Bound of a piece's expanded keys and values."""
+
 
 def attention(
     ctx: StageContext, children: Children
 ) -> Callable[..., tuple[Tensor, Tensor, Selection | None]]:
     layer = ctx.spec
+    forced = ctx.mla_form == "unabsorbed"
 
     def call(
         w: Weights,
@@ -42,17 +50,43 @@ def attention(
         q_nope, q_pe, index_q, index_weights = query_latent_index(ctx, w, plan, kv, hidden)
         if layer.owns_index:
             selection = children["select"](plan, kv, index_q, index_weights)
-        q = torch.cat([q_nope, q_pe], dim=-1)
-        values = torch.cat(
-            [_piece(ctx, w, plan, kv, q, selection, piece) for piece in pieces(plan)]
-        )
-        residual, hidden = project_output(ctx, w, values, residual)
+        columns = plan.block_tables["latent"].shape[1] * kv.latent.block_size
+        keys = columns if selection is None else selection.positions.shape[1]
+        values = []
+        for piece in pieces(plan):
+            nope, pe = q_nope[piece.rows], q_pe[piece.rows]
+            if forced or expansion_pays(layer, piece, columns, keys):
+                q = torch.cat([nope, pe], dim=-1)
+                values.append(_expanded(ctx, w, plan, kv, q, selection, piece))
+            else:
+                q = absorbed(ctx, w, nope, pe)
+                out, _ = attend(ctx, plan, kv, q, selection, piece)
+                values.append(ctx.ops["head_gemm"](out, w["w_uv"]))
+        residual, hidden = project_output(ctx, w, torch.cat(values), residual)
         return residual, hidden, selection
 
     return call
 
 
-def _piece(
+def expansion_pays(layer: LayerSpec, piece: Piece, columns: int, keys: int) -> bool:
+    """Whether expanding all ``columns`` beats attending to ``keys`` latents a row.
+
+    Counts multiplications; both forms read the caches about once.
+    """
+    requests = piece.requests.stop - piece.requests.start
+    rows = requests * piece.max_rows
+    latent_width = layer.absorbed_dim + layer.kv_lora_rank
+    head_width = layer.q_dim + layer.v_dim
+    expanded = layer.heads * (layer.nope_dim + layer.v_dim) * layer.kv_lora_rank
+    if 4 * requests * columns * layer.heads * (head_width + layer.nope_dim) > _EXPANDED_BYTES:
+        return False
+    pays = columns * (requests * expanded + rows * layer.heads * head_width)
+    paged = rows * columns * layer.heads * latent_width
+    gathered = rows * keys * (layer.heads + GATHER_COST) * latent_width
+    return pays < (paged if keys == columns else min(paged, gathered))
+
+
+def _expanded(
     ctx: StageContext,
     w: Weights,
     plan: StepPlan,
@@ -61,8 +95,9 @@ def _piece(
     selection: Selection | None,
     piece: Piece,
 ) -> Tensor:
-    """Values [rows, N, V] of one piece. Rows lie on a grid [R, Q] of requests; key columns [S] are
-    positions.
+    """Values [rows, N, V] of a piece's queries ``q`` [rows, N, P+R].
+
+    Rows lie on a grid [R, Q] of requests; key columns [S] are positions.
     """
     layer = ctx.spec
     size = kv.latent.block_size
@@ -73,22 +108,34 @@ def _piece(
     slots = table.repeat_interleave(size, dim=1) * size + columns % size
     # A key that no row of its request may see could hold anything: read it as zeros.
     slots = torch.where(columns < visible.amax(1, keepdim=True), slots, -1).to(torch.int32)
-    rows = ctx.ops["gather_kv"](kv.latent, slots).to(q.dtype)  # [R, S, width]
-    latent = rows[..., : layer.kv_lora_rank]
-    k_pe = rows[..., layer.kv_lora_rank : layer.absorbed_dim].unsqueeze(2)
-    k_nope = torch.einsum("rsl,nlp->rsnp", latent, w["w_uk"].data.to(q.dtype))
-    values = torch.einsum("rsl,nvl->rsnv", latent, w["w_uv"].data.to(q.dtype))
-    k = torch.cat([k_nope, k_pe.expand(-1, -1, layer.heads, -1)], dim=-1)
+    rows = ctx.ops["gather_kv"](kv.latent, slots).unsqueeze(1)  # [R, 1, S, width]
+    latent, k_pe = rows[..., : layer.absorbed_dim].split([layer.kv_lora_rank, layer.rope_dim], -1)
+    k_nope = latent @ w["w_uk"].data.float()  # [R, N, S, P]
+    values = latent @ w["w_uv"].data.float().transpose(1, 2)  # [R, N, S, V]
+    keys = torch.cat([k_nope, k_pe.expand(-1, layer.heads, -1, -1)], dim=-1)
+    queries = grid.spread(q).float().transpose(1, 2)  # [R, N, Q, P+R]
     mask = columns < visible.unsqueeze(-1)  # [R, Q, S]
     if selection is not None:
-        positions = grid.spread(selection.positions[piece.rows]).long()
-        chosen = torch.zeros(*visible.shape, columns.numel() + 1, dtype=torch.bool, device=q.device)
-        positions = torch.where(positions < 0, columns.numel(), positions)
-        mask = mask & chosen.scatter(-1, positions, True)[..., :-1]
-    scores = torch.einsum("rqnd,rsnd->rnqs", grid.spread(q[piece.rows]).float(), k.float())
-    scores = (scores * layer.softmax_scale).masked_fill(~mask.unsqueeze(1), float("-inf"))
-    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
-    weights = torch.exp(scores - top)
-    weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    out = torch.einsum("rnqs,rsnv->rqnv", weights, values.float()).to(q.dtype)
-    return grid.collect(out, piece.rows.stop - piece.rows.start)
+        mask = mask & _members(grid.spread(selection.positions[piece.rows]), columns.numel())
+    # A row that sees nothing is padding: any finite value will do.
+    mask = mask | ((columns == 0) & ~mask.any(-1, keepdim=True))
+    # torch's fused kernels want heads of one width.
+    width = max(layer.q_dim, layer.v_dim)
+    out = F.scaled_dot_product_attention(
+        F.pad(queries, (0, width - layer.q_dim)),
+        F.pad(keys, (0, width - layer.q_dim)),
+        F.pad(values, (0, width - layer.v_dim)),
+        attn_mask=mask.unsqueeze(1),
+        scale=layer.softmax_scale,
+    )
+    out = out[..., : layer.v_dim].transpose(1, 2).to(q.dtype)  # [R, Q, N, V]
+    return grid.collect(out, q.shape[0])
+
+
+def _members(positions: Tensor, columns: int) -> Tensor:
+    """Which columns [..., S] the positions [..., k] name; -1 names none."""
+    wanted = torch.where(positions < 0, columns, positions.to(torch.int64))
+    mask = torch.zeros(
+        *positions.shape[:-1], columns + 1, dtype=torch.bool, device=positions.device
+    )
+    return mask.scatter(-1, wanted, True)[..., :-1]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import platform
 
-from ml4core.api import OPS, Capabilities, Deployment, Device, Probe, Session
+from ml4core.api import OPS, WEIGHT_FORMATS, Capabilities, Deployment, Device, Probe, Session
 
 _FEATURES = frozenset(
     {f"op:{name}" for name in OPS}
     | {f"kv:{name}" for name in ("fp8_ds_mla", "e4m3", "e4m3fnuz", "bf16", "fp32")}
     | {f"index:{name}" for name in ("planar_f32", "tiled16_f32", "fp32")}
-    | {f"weights:{name}" for name in ("fp32", "bf16", "fp8_block")}
+    | {f"weights:{name}" for name in WEIGHT_FORMATS}
     | {"act:fp32", "act:bf16", "feature:compose", "feature:deterministic"}
+    | {"feature:prefix_caching"}
 )
 
 

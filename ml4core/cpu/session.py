@@ -23,6 +23,7 @@ from ml4core.api import (
     VisionShape,
     Weight,
 )
+from ml4core.api.known_layouts import PER_TENSOR
 from ml4core.compose.ops import COMPOSED
 from ml4core.compose.ops.weights import decode_weight
 
@@ -63,23 +64,38 @@ class CpuSession:
     def prepare_weights(
         self, weights: Mapping[str, Tensor | Weight], layer: LayerSpec | None
     ) -> Mapping[str, Tensor | Weight]:
-        return {name: self._prepare(name, value) for name, value in weights.items()}
+        output = weights.get("output")
+        tied = isinstance(output, Weight) and output.data is weights.get("embedding")
+        prepared = {
+            name: self._prepare(name, value)
+            for name, value in weights.items()
+            if not (tied and name == "output")
+        }
+        if tied:  # one copy for both, also where it is brought to another dtype
+            table = prepared["embedding"]
+            prepared["output"] = _plain(table if isinstance(table, Tensor) else table.data)
+        return prepared
 
     def _prepare(self, name: str, value: Tensor | Weight) -> Tensor | Weight:
         if not isinstance(value, Weight):
             return value.to(self._dtype) if name == "embedding" else value
         dtype = torch.float32 if name in _KEPT_FP32 else self._dtype
-        data = decode_weight(value, dtype)
-        format = "fp32" if dtype == torch.float32 else "bf16"
-        return Weight(format, value.shape, {"data": data.contiguous()})
+        return _plain(_decoded(value, dtype))
 
     def alloc_kv(self, layout: KVLayout, blocks: int, block_size: int) -> KVCache:
         layout.check_block_size(block_size)
-        parts = tuple(
-            torch.zeros(part.shape(blocks, block_size), dtype=getattr(torch, part.dtype))
-            for part in layout.parts
-        )
-        scaled = layout.fp8 is not None and layout.scale_rule == "one per-tensor scale"
+        try:
+            parts = tuple(
+                torch.zeros(part.shape(blocks, block_size), dtype=getattr(torch, part.dtype))
+                for part in layout.parts
+            )
+        except RuntimeError as error:  # what torch raises where the host has too little memory
+            size = blocks * block_size * layout.bytes_per_token
+            raise MemoryError(
+                f"a {layout.role} cache of {blocks} pages of {block_size} tokens takes {size} "
+                f"bytes in layout {layout.id}, and the host doesn't give them"
+            ) from error
+        scaled = layout.scale_rule == PER_TENSOR
         return KVCache(layout, block_size, parts, torch.ones(1) if scaled else None)
 
     def fault(self) -> Fault | None:
@@ -87,3 +103,21 @@ class CpuSession:
 
     def close(self) -> None:
         return None
+
+
+def _plain(data: Tensor) -> Weight:
+    format = "fp32" if data.dtype == torch.float32 else "bf16"
+    return Weight(format, tuple(data.shape), {"data": data})
+
+
+def _decoded(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The values, contiguous. A quantised stack is decoded matrix by matrix: the temporaries of a
+    whole one would be larger than its layer.
+    """
+    if weight.format in ("fp32", "bf16") or len(weight.shape) == 2:
+        return decode_weight(weight, dtype).contiguous()
+    data = torch.empty(weight.shape, dtype=dtype)
+    for index in range(weight.shape[0]):
+        parts = {name: part[index] for name, part in weight.parts.items()}
+        data[index] = decode_weight(Weight(weight.format, weight.shape[1:], parts), dtype)
+    return data

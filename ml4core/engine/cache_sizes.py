@@ -10,7 +10,8 @@ from ml4core.api import Deployment, KVLayout
 from ml4core.engine import resolve
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
-from ml4core.engine.kv_pool import KVPlan, plan_pools
+from ml4core.engine.kv_pool import KVPlan
+from ml4core.planning import kv
 
 
 def plan_caches(
@@ -31,33 +32,44 @@ def plan_caches(
         "latent": private.get(deployment.kv_layout) or resolve.latent(deployment),
         "index": private.get(deployment.index_layout) or resolve.index(deployment),
     }
-    size = deployment.block_size
-    plan = plan_pools(deployment.model, layouts, size, wanted, count)
-    page_bytes = plan.bytes_per_token * size
+    groups = kv.target_groups(deployment.model, layouts)
+    size, ranks = deployment.block_size, deployment.decode_context_parallel_size
+    page_bytes = sum(group.page_bytes(size) for group in groups)
     budget = args.kv_cache_memory_bytes
     if budget is not None:
-        pages = budget // page_bytes
-        need = -(-wanted // size) + 1
-        if pages < need:
-            fits = max(0, pages - 1) * size
+        one = kv.pools_for(groups, size, wanted, 1, ranks)
+        pools = kv.pools_within(groups, size, budget, count, wanted, ranks)
+        if pools is None or not pools.requests(wanted):
+            fits = 0 if pools is None else pools.tokens
             longest = f"--max-model-len {fits} or less" if fits else "a smaller --block-size"
             raise RequestError(
                 "--kv-cache-memory-bytes",
                 budget,
-                f"at least {need * page_bytes} for one sequence of {wanted} tokens, or {longest}",
+                f"at least {one.nbytes} for one sequence of {wanted} tokens, or {longest}",
             )
-        return plan_pools(deployment.model, layouts, size, (pages - 1) * size, 1)
+        return _plan(pools)
+    pools = kv.pools_for(groups, size, wanted, count, ranks)
     memory = int(deployment.device.memory_bytes * deployment.gpu_memory_utilization)
     room = memory - deployment.weight_bytes
-    if memory and plan.nbytes > room:
-        fits = max(0, room // page_bytes - 1) // count * size
+    if memory and pools.nbytes > room:
+        pages = max(0, room // page_bytes - kv.NULL_PAGES) // count  # for each sequence
+        fits = pages * size * ranks
         remedy = f"--max-model-len {fits} or less" if fits else "a device with more memory"
         raise RequestError(
             "--max-model-len",
             wanted,
-            f"{remedy}: {count} x {wanted} tokens need {plan.nbytes} bytes of caches, and beside "
+            f"{remedy}: {count} x {wanted} tokens need {pools.nbytes} bytes of caches, and beside "
             f"{deployment.weight_bytes} "
             f"bytes of weights there are {max(room, 0)} (--gpu-memory-utilization "
             f"{deployment.gpu_memory_utilization})",
         )
-    return plan
+    return _plan(pools)
+
+
+def _plan(pools: kv.Pools) -> KVPlan:
+    return KVPlan(
+        {group.name: group.layout for group in pools.groups},
+        {group.name: group.owners for group in pools.groups},
+        pools.blocks,
+        pools.block_size,
+    )

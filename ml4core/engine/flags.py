@@ -112,14 +112,12 @@ class Memory:
     max_model_len: int | None = flag(None, "longest context; default: the model's", units=True)
     max_num_seqs: int | None = flag(
         None,
-        "sequences that run together at most",
+        "sequences that run together at most; default: the backend's",
     )
     max_num_batched_tokens: int | None = flag(
         None, "tokens of a step at most: the prefill chunk", units=True
     )
-    enable_prefix_caching: bool = flag(
-        False, "keep pages for later prompts", part="the prefix cache"
-    )
+    enable_prefix_caching: bool = flag(False, "keep pages for later prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +144,7 @@ class Parallel:
         None, "port of the head node", part="data parallelism", maximum=PORT_MAX
     )
     enable_expert_parallel: bool = flag(
-        False, "whole experts on each rank", part="expert parallelism"
+        False, "whole experts on each rank", short="-ep", part="expert parallelism"
     )
     enable_ep_weight_filter: bool = flag(
         False, "read only this rank's experts from disk", part="expert parallelism"
@@ -199,8 +197,8 @@ class Features:
     )
     attention_config: Mapping[str, Any] = flag(
         {},
-        'keys: mla_form, "absorbed" or "unabsorbed"; index_layout, an id',
-        keys={"mla_form": one_of("absorbed", "unabsorbed"), "index_layout": _index_layout},
+        'keys: mla_form, "auto", "absorbed" or "unabsorbed"; index_layout, an id',
+        keys={"mla_form": one_of("auto", "absorbed", "unabsorbed"), "index_layout": _index_layout},
     )
     additional_config: Mapping[str, Any] = flag(
         {},
@@ -220,13 +218,13 @@ class Features:
     cudagraph_capture_sizes: tuple[int, ...] = flag(
         (), "step sizes to capture", part="graph capture by flag"
     )
-    async_scheduling: bool = flag(False, "keep a step in flight", part="asynchronous scheduling")
+    async_scheduling: bool | None = flag(
+        None, "keep a step in flight; default: where the backend can"
+    )
     scheduling_policy: str = flag(
         "fcfs",
         "order of waiting requests",
         choices=("fcfs", "priority"),
-        part="scheduling by priority",
-        works=("fcfs",),
     )
     tool_call_parser: str | None = flag(
         None, "format of tool calls", metavar="NAME", part="the server"

@@ -1,4 +1,4 @@
-"""Page pools: one a KV group, each with its own id space, and the caches that they index."""
+"""Sizes of the page pools, one a KV group, and the caches that they index."""
 
 from __future__ import annotations
 
@@ -6,42 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ml4core.api import KVLayout, ModelSpec, Session
+from ml4core.engine.block_pool import BlockPool
 from ml4core.models.mistral_large4 import KVState
 
 GROUPS = ("latent", "index")
-
-
-class PoolExhausted(MemoryError):
-    """A pool has too few free pages."""
-
-
-class PagePool:
-    """Free pages of one group. Page 0 is the null page and is never handed out."""
-
-    def __init__(self, group: str, blocks: int) -> None:
-        if blocks < 2:
-            raise ValueError(
-                f"the {group} pool needs at least 2 pages (page 0 is the null page), got {blocks}"
-            )
-        self.group = group
-        self.blocks = blocks
-        self._free = list(range(blocks - 1, 0, -1))
-
-    @property
-    def free_pages(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """Takes pages. Raises ``PoolExhausted`` and takes none if there are too few."""
-        if count > len(self._free):
-            raise PoolExhausted(
-                f"the {self.group} pool has {len(self._free)} free pages, {count} are wanted"
-            )
-        return [self._free.pop() for _ in range(count)]
-
-    def release(self, pages: list[int]) -> None:
-        """Gives pages back, the last one first, so that the order of use is the same each time."""
-        self._free.extend(reversed(pages))
 
 
 @dataclass(frozen=True)
@@ -94,7 +62,7 @@ def plan_pools(
     return KVPlan(used, {g: owners[g] for g in used}, {g: blocks for g in used}, block_size)
 
 
-def allocate(session: Session, plan: KVPlan) -> tuple[KVState, dict[str, PagePool]]:
+def allocate(session: Session, plan: KVPlan) -> tuple[KVState, dict[str, BlockPool]]:
     """The caches of every owner, and the pools. Consumers get no storage."""
     caches = {
         group: {
@@ -103,5 +71,5 @@ def allocate(session: Session, plan: KVPlan) -> tuple[KVState, dict[str, PagePoo
         }
         for group in plan.layouts
     }
-    pools = {group: PagePool(group, plan.blocks[group]) for group in plan.layouts}
+    pools = {group: BlockPool(group, plan.blocks[group]) for group in plan.layouts}
     return KVState(caches["latent"], caches.get("index", {})), pools

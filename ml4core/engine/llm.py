@@ -12,15 +12,21 @@ from typing import Any
 import torch
 
 from ml4core import registry
-from ml4core.api import Deployment, FaultError, Segment, StepShape
+from ml4core.api import Capabilities, Deployment, FaultError, Segment, StepShape
 from ml4core.engine import resolve as resolving
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.backend_choice import choose_backend
 from ml4core.engine.cache_sizes import plan_caches
-from ml4core.engine.generate import Completion, GenerateLoop, OnToken
+from ml4core.engine.core import EngineCore
+from ml4core.engine.generate import Completion, OnToken, generate
+from ml4core.engine.kv_groups import KVGroup
+from ml4core.engine.kv_manager import KVManager
 from ml4core.engine.kv_pool import KVPlan
 from ml4core.engine.runner import ModelRunner
+from ml4core.engine.sampler import Sampler
 from ml4core.engine.sampling_params import SamplingParams
+from ml4core.engine.scheduler import SchedulerConfig
+from ml4core.engine.steps import ModelSteps
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.hub import resolve_model
 from ml4core.models.tensors import load_model_spec, validate
@@ -39,32 +45,32 @@ class Engine:
         deployment: Deployment,
         runner: ModelRunner,
         plan: KVPlan,
-        eos_ids: frozenset[int],
+        core: EngineCore,
     ) -> None:
         self.deployment = deployment
         self.runner = runner
         self.kv_plan = plan
+        self.core = core
         self._choice = choice
-        self._loop = GenerateLoop(
-            runner,
-            max_model_len=deployment.max_model_len,
-            max_num_seqs=deployment.max_num_seqs,
-            max_num_batched_tokens=deployment.max_num_batched_tokens,
-            eos_ids=eos_ids,
-            seed=deployment.seed,
-        )
+        self._fault_told = False
 
     def generate(
         self, prompts: Seq[Seq[int]], params: SamplingParams, on_token: OnToken | None = None
     ) -> list[Completion]:
-        """One completion a prompt. Raises ``RequestError`` for bad input, ``FaultError`` once the
-        engine has stopped.
+        """``params.n`` completions a prompt, in order. Raises ``RequestError`` for bad input,
+        ``FaultError`` once the engine has stopped.
         """
         try:
-            return self._loop.generate(prompts, params, on_token)
-        except FaultError as error:
-            registry.notify_fault(error.fault, self._choice.manager)
+            return generate(self.core, prompts, params, self.deployment.seed, on_token)
+        except FaultError:
+            self.tell_fault()
             raise
+
+    def tell_fault(self) -> None:
+        """Tells plugins, once, why the core has stopped. Does nothing while it serves."""
+        if self.core.fault is not None and not self._fault_told:
+            self._fault_told = True
+            registry.notify_fault(self.core.fault, self._choice.manager)
 
     def report(self) -> dict[str, Any]:
         """The start-up report as JSON-able data: what runs where, who serves each part, and why not
@@ -153,14 +159,53 @@ def open_engine(
     )
     refusals = [*args.refusals(), *resolving.layout_refusals(deployment)]
     registry.check(deployment, choice.capabilities, choice.manager, refusals)
-    session = choice.backend.open(deployment)
+    session = registry.open_session(choice.plugin, deployment)
     try:
         runner = ModelRunner(session, choice.backend.name, deployment, choice.capabilities)
         plan = plan_caches(args, deployment, session.layouts, sequences, tokens_each)
         dtype = getattr(torch, deployment.dtype)
         runner.load(load_layers(checkpoint, spec, dtype, progress=progress, report=tensors))
         runner.allocate_kv(plan)
+        core = open_core(args, deployment, choice.capabilities, runner, plan, eos_ids)
     except BaseException:
         session.close()
         raise
-    return Engine(choice, deployment, runner, plan, eos_ids)
+    return Engine(choice, deployment, runner, plan, core)
+
+
+def open_core(
+    args: EngineArgs,
+    deployment: Deployment,
+    capabilities: Capabilities,
+    runner: ModelRunner,
+    plan: KVPlan,
+    eos_ids: frozenset[int],
+) -> EngineCore:
+    """The engine core over a runner whose weights and caches are there."""
+    overlap = args.async_scheduling
+    if overlap is None:
+        overlap = "feature:async_scheduling" in capabilities
+    config = SchedulerConfig(
+        max_num_seqs=deployment.max_num_seqs,
+        max_num_batched_tokens=deployment.max_num_batched_tokens,
+        policy="priority" if args.scheduling_policy == "priority" else "fcfs",
+    )
+    kv = KVManager(
+        [KVGroup(name) for name in plan.layouts],
+        runner.pools,
+        plan.block_size,
+        step_rows=config.max_num_batched_tokens * (2 if overlap else 1),
+        caching=args.enable_prefix_caching,
+    )
+    vocab_size = deployment.model.vocab_size
+    return EngineCore(
+        ModelSteps(runner, Sampler(runner.ops, vocab_size)),
+        kv,
+        config,
+        vocab_size=vocab_size,
+        max_model_len=deployment.max_model_len,
+        eos_ids=eos_ids,
+        seed=deployment.seed,
+        device=deployment.device.torch_device,
+        overlap=overlap,
+    )

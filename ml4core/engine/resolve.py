@@ -79,6 +79,10 @@ def needs(
             words.add(f"parallel:{word}")
     if args.enable_expert_parallel:
         words.add("parallel:ep")
+    if args.enable_prefix_caching:
+        words.add("feature:prefix_caching")
+    if args.async_scheduling:
+        words.add("feature:async_scheduling")
     return frozenset(words)
 
 
@@ -104,6 +108,7 @@ def resolve(
             max_model_len,
             f"at most {spec.max_position}, the model's longest context",
         )
+    sequences, rows = _step_limits(args, capabilities)
     block_size = args.block_size or int(capabilities.defaults.get("block_size", "64"))
     return Deployment(
         model=spec,
@@ -115,8 +120,8 @@ def resolve(
         weight_bytes=weight_bytes,
         block_size=block_size,
         max_model_len=max_model_len,
-        max_num_seqs=args.max_num_seqs or 1,
-        max_num_batched_tokens=args.max_num_batched_tokens or 512,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=rows,
         gpu_memory_utilization=args.gpu_memory_utilization,
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
@@ -132,6 +137,17 @@ def resolve(
         speculative_config=args.speculative_config,
         additional_config=args.additional_config,
     )
+
+
+def _step_limits(args: EngineArgs, capabilities: Capabilities) -> tuple[int, int]:
+    """Sequences that run together, and rows of a step, at most: each sequence needs a row."""
+    sequences, rows = args.max_num_seqs, args.max_num_batched_tokens
+    if sequences is None:
+        sequences = int(capabilities.defaults.get("max_num_seqs", "16"))
+        sequences = sequences if rows is None else min(sequences, rows)
+    if rows is None:
+        rows = max(sequences, int(capabilities.defaults.get("max_num_batched_tokens", "512")))
+    return sequences, rows
 
 
 def layout_refusals(deployment: Deployment) -> list[Refusal]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ml4core.engine.kv_pool import PagePool
+from ml4core.engine.block_pool import BlockPool
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Sequence:
     computed: int = 0
     pages: dict[str, list[int]] = field(default_factory=dict)
 
-    def grow(self, pools: dict[str, PagePool], tokens: int, block_size: int) -> None:
+    def grow(self, pools: dict[str, BlockPool], tokens: int, block_size: int) -> None:
         """Makes room for ``tokens`` tokens in every group, or raises ``PoolExhausted`` and changes
         nothing.
         """
@@ -34,12 +34,12 @@ class Sequence:
                 taken[group] = pools[group].allocate(max(0, count))
         except MemoryError:
             for group, pages in taken.items():
-                pools[group].release(pages)
+                pools[group].release(reversed(pages))
             raise
         for group, pages in taken.items():
             self.pages.setdefault(group, []).extend(pages)
 
-    def release(self, pools: dict[str, PagePool]) -> None:
+    def release(self, pools: dict[str, BlockPool]) -> None:
         for group, pages in self.pages.items():
-            pools[group].release(pages)
+            pools[group].release(reversed(pages))
         self.pages = {}

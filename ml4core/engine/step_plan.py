@@ -42,9 +42,13 @@ def build_plan(
         pad_logits: lower bound of the logit rows; those beyond the real ones repeat row 0.
         all_logits: logits of every real row, in row order; else of each sequence's last row, in row
             order.
+
+    Raises ``ValueError`` for rows without tokens, or without pages to write to.
     """
     if not work:
         raise ValueError("a step needs at least one sequence")
+    for sequence, rows in work:
+        _check(sequence, rows, groups, block_size)
     decodes = [item for item in work if item[1] == 1]
     verifies = [item for item in work if item[1] > 1 and item[1] == verify_rows]
     chunks = sorted((i for i in work if i[1] not in (1, verify_rows)), key=lambda i: i[1])
@@ -69,6 +73,24 @@ def build_plan(
             segments[i] = Segment(requests, rows, items[-1][1] if not pad_rows else rows)
     pads = (padded_tail, pad_pages, pad_logits)
     return _tensors(spans, segments, pads, groups, block_size, device, all_logits)
+
+
+def _check(sequence: Sequence, rows: int, groups: Seq[str], block_size: int) -> None:
+    """A row without a page would be written to the null page, where padding reads."""
+    left = len(sequence.token_ids) - sequence.computed
+    if not 1 <= rows <= left:
+        raise ValueError(
+            f"{rows} rows of a sequence of {len(sequence.token_ids)} tokens, {sequence.computed} "
+            f"of which are computed; it must be 1 to {left}"
+        )
+    end = sequence.computed + rows
+    for group in groups:
+        held = len(sequence.pages.get(group, ())) * block_size
+        if end > held:
+            raise ValueError(
+                f"the step ends at token {end} of a sequence whose {group} pages hold {held} "
+                "tokens; grow it first"
+            )
 
 
 def _tensors(
@@ -104,8 +126,9 @@ def _tensors(
     positions += [0] * padded_tail
     visible += [0] * padded_tail
     row_request += [len(spans) - 1] * padded_tail
-    held = max((len(p) for s, _ in spans if s is not None for p in s.pages.values()), default=1)
-    width = max(held, pad_pages, 1)
+    # Pages that hold no key yet are left out: ops read every page of a table.
+    used = max(-(-(s.computed + rows) // block_size) for s, rows in spans if s is not None)
+    width = max(used, pad_pages)
     tables: dict[str, torch.Tensor] = {}
     slots: dict[str, torch.Tensor] = {}
     position = torch.tensor(positions, dtype=torch.int64)
@@ -115,7 +138,7 @@ def _tensors(
         table = torch.zeros(len(spans), width, dtype=torch.int32)
         for request, (sequence, _) in enumerate(spans):
             if sequence is not None and sequence.pages[group]:
-                pages = sequence.pages[group]
+                pages = sequence.pages[group][:width]
                 table[request, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         page = table[owner, position // block_size].long()
         slots[group] = torch.where(real, page * block_size + position % block_size, -1).to(device)

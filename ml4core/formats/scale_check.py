@@ -14,11 +14,12 @@ _NAN_BYTES: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 
 
-def check_scales(scale: Tensor, fmt: str, name: str) -> None:
+def check_scales(scale: Tensor, fmt: str, name: str, first: tuple[int, int] = (0, 0)) -> None:
     """ValueError if a scale byte of tensor `name` is NaN; it names tensor, row and block.
 
     `scale` is [rows, blocks], with leading axes (experts) or without, as uint8 or a one-byte float
-    dtype. `fmt` is "e4m3fn", "e4m3fnuz" or "e8m0". Some writers leave such bytes where a whole
+    dtype. `fmt` is "e4m3fn", "e4m3fnuz" or "e8m0". `first` are the row and block in `name` that a
+    part of it begins with. Some writers leave such bytes where a whole
     block is zero; a block with one decodes to NaN.
     """
     if fmt not in _NAN_BYTES:
@@ -34,6 +35,7 @@ def check_scales(scale: Tensor, fmt: str, name: str) -> None:
     *leading, row, block = bad.nonzero()[0].tolist()
     where = "".join(f"[{index}]" for index in leading)
     found = int(code[(*leading, row, block)])
+    row, block = first[0] + row, first[1] + block
     raise ValueError(
         f"{name}{where}: the scale of row {row}, block {block} is the byte 0x{found:02X}, NaN in "
         f"{fmt} ({int(bad.sum())} of {code.numel()} scales are). Quantise the tensor again with a "

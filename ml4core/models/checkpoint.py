@@ -100,18 +100,26 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensor data that `read` and `read_rows` have read so far."""
+        """Bytes of tensor data that were read so far."""
         return self._bytes_read
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor `name`, whole, on the CPU. Raises CheckpointError."""
-        return self._counted(safetensors_file.read_tensor(self._info(name)))
+    def read(self, tensor: str | TensorInfo) -> torch.Tensor:
+        """A tensor, whole, on the CPU: by its name, or a view of one. Raises CheckpointError."""
+        return self._counted(safetensors_file.read_tensor(self._info(tensor)))
 
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dimension 0 of `name`; no other row is read."""
-        return self._counted(safetensors_file.read_rows(self._info(name), start, stop))
+    def read_rows(self, tensor: str | TensorInfo, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of dimension 0; no other row is read."""
+        return self._counted(safetensors_file.read_rows(self._info(tensor), start, stop))
 
-    def _info(self, name: str) -> TensorInfo:
+    def read_box(
+        self, tensor: str | TensorInfo, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> torch.Tensor:
+        """Rows [a, b) and columns [c, d) of a matrix; nothing else is read."""
+        return self._counted(safetensors_file.read_box(self._info(tensor), rows, columns))
+
+    def _info(self, name: str | TensorInfo) -> TensorInfo:
+        if isinstance(name, TensorInfo):
+            return name
         try:
             return self.tensors[name]
         except KeyError:

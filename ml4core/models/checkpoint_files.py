@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from ml4core.models.errors import CheckpointError, listed, shown
 from ml4core.models.strict_json import read_object
@@ -63,6 +64,16 @@ def find_shards(folder: Path, names: Sequence[str], required: bool = True) -> Sh
         if name not in used
     ]
     return Shards(folder, kind, _paths(folder, used), index, tuple(notes))
+
+
+def shard_name(number: int, count: int, kind: str = KINDS[0]) -> str:
+    """The name of file `number`, from 1, of `count`."""
+    return f"{kind}{f'-{number:05d}-of-{count:05d}' if count > 1 else ''}{SUFFIX}"
+
+
+def index_content(nbytes: int, weight_map: Mapping[str, str]) -> dict[str, Any]:
+    """What an index holds: bytes of all tensors, and the file of each."""
+    return {"metadata": {"total_size": nbytes}, "weight_map": dict(weight_map)}
 
 
 def _is_shard(name: str, kind: str) -> bool:

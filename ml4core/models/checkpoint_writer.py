@@ -13,6 +13,13 @@ from typing import Any
 
 import torch
 
+from ml4core.models.checkpoint_files import (
+    INDEX_SUFFIX,
+    KINDS,
+    SUFFIX,
+    index_content,
+    shard_name,
+)
 from ml4core.models.errors import CheckpointError, listed, os_reason, shown
 from ml4core.models.safetensors_file import MAX_HEADER_BYTES
 from ml4core.models.safetensors_writer import (
@@ -21,10 +28,9 @@ from ml4core.models.safetensors_writer import (
     check_tensor,
     entry_bytes,
 )
+from ml4core.models.staged_folder import sync_folder
 
-KIND = "consolidated"
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
+KIND = KINDS[0]
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
@@ -111,13 +117,13 @@ class CheckpointWriter:
             count = len(self._shards)
             weight_map: dict[str, str] = {}
             for number, shard in enumerate(self._shards, 1):
-                file = f"{KIND}{f'-{number:05d}-of-{count:05d}' if count > 1 else ''}{SUFFIX}"
+                file = shard_name(number, count)
                 self._files[file] = shard.path
                 weight_map |= dict.fromkeys(shard.names, file)
             if count > 1:
                 total = sum(shard.nbytes for shard in self._shards)
-                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-                self._write_file(KIND + INDEX_SUFFIX, json.dumps(index, indent=1))
+                index = json.dumps(index_content(total, weight_map), indent=1)
+                self._write_file(KIND + INDEX_SUFFIX, index)
             self._publish()
         self._open = False
 
@@ -210,7 +216,7 @@ class CheckpointWriter:
             for name, path in self._files.items():
                 path.rename(self.folder / name)
                 done.append(self.folder / name)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         except BaseException:
             for path in done:
                 path.unlink(missing_ok=True)
@@ -221,12 +227,3 @@ class CheckpointWriter:
         for aside, _ in replaced:
             with suppress(OSError):
                 aside.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the renames last: a folder's entries are data of the folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

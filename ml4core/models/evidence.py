@@ -7,8 +7,10 @@ tensors are compared with the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 from ml4core.models.assumptions import Evidence
+from ml4core.models.fused_experts import is_fused, split_shape
 from ml4core.models.tensor_names import TensorName, canonical
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -26,8 +28,16 @@ class Tensors:
         self._stems: set[str] = set()
         for name, (_, shape) in (shapes or {}).items():
             if (key := naming(name)) is not None:
-                self._shapes.setdefault(key, tuple(shape))
-                self._stems.add(key.stem)
+                self._add(key, tuple(shape))
+
+    def _add(self, key: TensorName, shape: tuple[int, ...]) -> None:
+        if is_fused(key):
+            with suppress(ValueError):
+                for name, part, _ in split_shape(key, shape):
+                    self._add(name, part)
+            return
+        self._shapes.setdefault(key, shape)
+        self._stems.add(key.stem)
 
     def has(self, stem: str) -> bool:
         """Whether any tensor has this stem."""

@@ -31,12 +31,13 @@ class KVState(NamedTuple):
 def forward(bound: BoundModel, weights: ModelWeights, plan: StepPlan, kv: KVState) -> StepOutput:
     """Runs one step. Writes the rows' keys into ``kv`` and changes nothing else.
 
-    A selection lives for this call only: each sharer uses that of the nearest owner before it.
+    A selection lives for this call only, from its owner to the last layer that uses it.
     """
     spec = bound.model
     residual = bound.ops["embed"](plan.token_ids, weights.top["embedding"])
     hidden: Tensor | None = None
-    selection: Selection | None = None
+    selections: dict[int, Selection] = {}  # by owner
+    last_user = {layer.topk_source: layer.index for layer in spec.layers}
     taps: dict[int, Tensor] = {}
     real = plan.visible > 0
     fault = torch.zeros((), dtype=torch.bool, device=residual.device)
@@ -46,17 +47,18 @@ def forward(bound: BoundModel, weights: ModelWeights, plan: StepPlan, kv: KVStat
             weights.top["final_norm"] if last else weights.layers[layer.index + 1]["attention_norm"]
         )
         caches = LayerKV(kv.latent[layer.kv_source], kv.index_keys.get(layer.index))
+        source = layer.topk_source
+        shared = None if source is None or layer.owns_index else selections[source]
         residual, hidden, selection = call(
-            weights.layers[layer.index],
-            plan,
-            caches,
-            residual,
-            hidden,
-            selection if layer.topk_source is not None else None,
-            next_norm,
+            weights.layers[layer.index], plan, caches, residual, hidden, shared, next_norm
         )
-        if layer.owns_index and selection is not None:
+        if layer.owns_index:
+            if selection is None:
+                raise RuntimeError(f"layer {layer.index} owns an index but returned no selection")
+            selections[layer.index] = selection
             fault = fault | (selection.has_nan & real).any()
+        if source is not None and last_user[source] == layer.index:
+            del selections[source]
         if layer.index in spec.taps:
             taps[layer.index] = residual
     if hidden is None:

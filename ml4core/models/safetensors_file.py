@@ -121,23 +121,59 @@ def read_rows(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
     return _read(info, info.start + start * row_bytes, (stop - start) * row_bytes, shape)
 
 
+def read_box(info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
+    """Rows [a, b) and columns [c, d) of a matrix: shape (b - a, d - c).
+
+    Nothing else is read, but what the system reads ahead. Raises CheckpointError as `read_rows`.
+    """
+    if len(info.shape) != 2:
+        raise CheckpointError(
+            f"{info.file}: tensor {shown(info.name)} {list(info.shape)} is no matrix"
+        )
+    height, width = info.shape
+    (top, bottom), (left, right) = rows, columns
+    if (left, right) == (0, width):
+        return read_rows(info, top, bottom)
+    if not (0 <= top <= bottom <= height and 0 <= left <= right <= width):
+        raise CheckpointError(
+            f"{info.file}: tensor {shown(info.name)} has {height} rows and {width} columns, not "
+            f"[{top}, {bottom}) and [{left}, {right})"
+        )
+    size = info.torch_dtype.itemsize
+    raw = torch.empty((bottom - top, (right - left) * size), dtype=torch.uint8, device="cpu")
+    with open_regular(info.file) as file:
+        _check_size(info, file, info.start + info.nbytes)
+        if raw.numel():
+            for row, into in zip(range(top, bottom), raw.numpy(), strict=True):
+                _fill(info, file, info.start + (row * width + left) * size, into.data)
+    return _typed(info, raw)
+
+
 def _read(info: TensorInfo, start: int, nbytes: int, shape: tuple[int, ...]) -> torch.Tensor:
     with open_regular(info.file) as file:
-        size = os.fstat(file.fileno()).st_size
-        if info.file_size is not None and size != info.file_size:
-            raise _changed(info, f"is {size} bytes long, was {info.file_size}")
-        if size < start + nbytes:
-            raise _changed(info, f"ends at byte {size}")
+        _check_size(info, file, start + nbytes)
         # The device is named: a caller's default device may be "meta" or an accelerator.
         raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if nbytes:
             _fill(info, file, start, raw.numpy().data)
-    if info.dtype == "BOOL" and nbytes and int(raw.max()) > 1:
+    return _typed(info, raw).reshape(shape)
+
+
+def _typed(info: TensorInfo, raw: torch.Tensor) -> torch.Tensor:
+    if info.dtype == "BOOL" and raw.numel() and int(raw.max()) > 1:
         raise CheckpointError(
             f"{info.file}: tensor {shown(info.name)} of dtype BOOL holds byte {int(raw.max())}; "
             "only 0 and 1 are allowed"
         )
-    return raw.view(info.torch_dtype).reshape(shape)
+    return raw.view(info.torch_dtype)
+
+
+def _check_size(info: TensorInfo, file: BufferedReader, end: int) -> None:
+    size = os.fstat(file.fileno()).st_size
+    if info.file_size is not None and size != info.file_size:
+        raise _changed(info, f"is {size} bytes long, was {info.file_size}")
+    if size < end:
+        raise _changed(info, f"ends at byte {size}")
 
 
 def _fill(info: TensorInfo, file: BufferedReader, start: int, into: memoryview) -> None:

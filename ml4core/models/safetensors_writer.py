@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -59,8 +59,7 @@ class ShardWriter:
         """Spool a tensor that `check_tensor` has passed. Raises OSError."""
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes:
-            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            self._spool.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+            self._spool.write(raw_bytes(tensor))
         self._spooled.append(
             TensorInfo(name, dtype, tuple(tensor.shape), self._spool_path, self.nbytes, nbytes)
         )
@@ -71,9 +70,9 @@ class ShardWriter:
     def finish(self) -> None:
         """Write the file and make it last; drop the spool. Raises OSError, CheckpointError."""
         self._spool.close()
-        tensors = sorted(self._spooled, key=lambda info: -info.torch_dtype.itemsize)
+        tensors = aligned(self._spooled)
         with open(self._spool_path, "rb") as spool, open(self.path, "wb") as target:
-            target.write(_header(tensors, self._metadata))
+            target.write(header_bytes(tensors, self._metadata))
             for info in tensors:
                 spool.seek(info.start)
                 left = info.nbytes
@@ -96,6 +95,12 @@ class ShardWriter:
         for path in (self._spool_path, self.path):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor that isn't empty, in the format's order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
@@ -142,7 +147,12 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: str | None) -> str:
     return dtype or own
 
 
-def entry_bytes(name: str, dtype: str, shape: torch.Size) -> int:
+def aligned(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
+    """In an order that puts each tensor on a multiple of its element size: the widest first."""
+    return sorted(tensors, key=lambda info: -info.torch_dtype.itemsize)
+
+
+def entry_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """The most bytes that a tensor takes of a header."""
     return len(json.dumps({name: _entry(dtype, tuple(shape), 2**63, 2**63)}))
 
@@ -151,7 +161,8 @@ def _entry(dtype: str, shape: tuple[int, ...], begin: int, end: int) -> dict[str
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
-def _header(tensors: list[TensorInfo], metadata: Mapping[str, str]) -> bytes:
+def header_bytes(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
+    """A file's bytes before the data, which holds the tensors in this order."""
     header: dict[str, object] = {METADATA_KEY: dict(metadata)}
     begin = 0
     for info in tensors:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from ml4core.api import ModelSpec
-from ml4core.formats import fp8_block
+from ml4core.models import seeded_formats
 from ml4core.models.checkpoint_writer import DEFAULT_SHARD_BYTES, CheckpointWriter
 from ml4core.models.layer_table import build_model_spec
 from ml4core.models.params_file import PARAMS_FILE
@@ -23,10 +23,10 @@ from ml4core.models.seeded_values import normal
 from ml4core.models.tensor_table import Expected, expected_tensors
 
 TOKENIZER_FILE = "tekken.json"
-SeededFormat = Literal["bf16", "fp32", "fp8_block"]
-
-# Roles that stay unquantised in an FP8 checkpoint, as in published ones.
-_NEVER_FP8 = frozenset({"output", "index_weights_proj"})
+SeededFormat = Literal[
+    "bf16", "fp32", "fp8_block", "fp8_tensor", "nvfp4_ct", "nvfp4_modelopt", "mxfp4"
+]
+FORMATS: tuple[str, ...] = get_args(SeededFormat)
 
 
 def make_seeded(
@@ -42,20 +42,49 @@ def make_seeded(
     """Write params.json, safetensors files and tekken.json into `folder`, and return it.
 
     `preset` is a name of `PRESETS`; `overrides` replace fields of its `SeededConfig`. `format` is
-    that of the matrices; norms and the router stay bf16 (fp32 with `fp32`), what is learned for
-    positions is fp32. The vocabulary of tekken.json has 8192 ids.
+    that of the matrices, see `seed_checkpoint`. The vocabulary of tekken.json has 8192 ids.
 
     Raises ValueError for an unknown preset, format or field, or dimensions that contradict each
     other; CheckpointError if the folder is not empty (unless `overwrite`) or can't be written.
     """
     if preset not in PRESETS:
         raise ValueError(f"preset {preset!r}; known are {', '.join(PRESETS)}")
-    if format not in ("bf16", "fp32", "fp8_block"):
-        raise ValueError(f"format {format!r}; known are bf16, fp32, fp8_block")
     names = [field.name for field in fields(PRESETS[preset])]
     if unknown := sorted(overrides.keys() - set(names)):
         raise ValueError(f"unknown dimensions {unknown}; known are {', '.join(names)}")
     params = replace(PRESETS[preset], **overrides).params()
+    return seed_checkpoint(
+        folder,
+        params,
+        seed=seed,
+        format=format,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+    )
+
+
+def seed_checkpoint(
+    folder: Path | str,
+    params: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    format: SeededFormat = "bf16",
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    overwrite: bool = False,
+) -> Path:
+    """As `make_seeded`, of the model that `params`, the content of a params.json, describes.
+
+    Formats: `bf16`, `fp32`; `fp8_block`; `fp8_tensor`, Mistral's FP8 of one scale a matrix; and
+    three whose routed experts have four bits and whose other matrices are `fp8_block`: `nvfp4_ct`
+    (global scales divide, as compressed-tensors writes them), `nvfp4_modelopt` (they multiply),
+    `mxfp4`. Norms, the router, embedding and output stay bf16 (fp32 with `fp32`), what is learned
+    for positions is fp32.
+
+    Raises as `make_seeded`, and CheckpointError for params that are wrong.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r}; known are {', '.join(FORMATS)}")
+    params = {**params, **seeded_formats.params(format)}
     spec = build_model_spec(params)
     tokenizer = resources.files("ml4core") / "assets" / "tekken_tiny.json"
     folder = Path(folder)
@@ -72,12 +101,12 @@ def make_seeded(
 def _add(writer: CheckpointWriter, entry: Expected, values: Tensor, format: SeededFormat) -> None:
     if _is_positional(entry):
         writer.add(entry.name, values)
-    elif format == "fp8_block" and entry.kind == "matrix" and entry.role not in _NEVER_FP8:
-        code, scale = fp8_block.quantize_weight(values)
-        writer.add(entry.name, code.view(torch.float8_e4m3fn))
-        writer.add(f"{entry.name}_scale", scale)
-    else:
-        writer.add(entry.name, values if format == "fp32" else values.to(torch.bfloat16))
+        return
+    own = "fp32" if format == "fp32" else "bf16"
+    kind = seeded_formats.format_of(entry, format) if format not in ("fp32", "bf16") else own
+    stem, _, suffix = entry.name.rpartition(".")
+    for name, tensor in seeded_formats.tensors(values, kind, suffix).items():
+        writer.add(f"{stem}.{name}", tensor)
 
 
 def _is_positional(entry: Expected) -> bool:

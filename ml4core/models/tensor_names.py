@@ -19,6 +19,7 @@ OTHER_SUFFIXES = (
     "weight_global_scale",
     "input_global_scale",
     "input_scale",
+    "activation_scale",
     "qscale_act",
 )
 
@@ -91,6 +92,7 @@ _OUTER_STEMS = _patterns(
     }
 )
 # Whole names inside a layer, with no suffix of their own.
+_FUSED = r"(?:mlp\.)?experts\."
 _SCALE = r"(?:ssmax|ssmax_scale|ssmax\.scale|ssmax\.weight|s)"
 _BIAS = r"(?:ssmax_bias|ssmax\.bias|s_bias)"
 _LAYER_WHOLES = _patterns(
@@ -101,9 +103,19 @@ _LAYER_WHOLES = _patterns(
         _ATTENTION + r"indexer\." + _BIAS: "attention.indexer.ssmax_bias",
         _ATTENTION + r"rope_freqs[\w.]*": "attention.rope_freqs",
         r"mlp\.gate\.e_score_correction_bias": "gate.bias",
+        # All experts in one tensor, gate above up; see `fused_experts`.
+        _FUSED + r"gate_up_proj(?:\.weight)?": "experts.w13.weight",
+        _FUSED + r"down_proj(?:\.weight)?": "experts.w2.weight",
+        _FUSED + r"gate_up_proj_(scale_inv|scale)": r"experts.w13.weight_\1",
+        _FUSED + r"down_proj_(scale_inv|scale)": r"experts.w2.weight_\1",
+        _FUSED + r"gate_up_proj_activation_scale": "experts.w13.activation_scale",
+        _FUSED + r"down_proj_activation_scale": "experts.w2.activation_scale",
     }
 )
 _OUTER_WHOLES = _patterns({r"rope_freqs[\w.]*": "rope_freqs"})
+
+# The converter of Hugging Face permutes this encoder's wq and wk, so it is not Mistral's.
+_HF_VISION = Part("Hugging Face vision encoder", ("vision_config",))
 
 PARTS: Mapping[str, Part] = MappingProxyType(
     {
@@ -112,6 +124,10 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "vision_language_adapter.": Part("vision encoder", ("vision_encoder", "multimodal")),
         "patch_merger.": Part("vision encoder", ("vision_encoder", "multimodal")),
         "pre_mm_projector_norm": Part("vision encoder", ("vision_encoder", "multimodal")),
+        "vision_tower.": _HF_VISION,
+        "multi_modal_projector.": _HF_VISION,
+        "model.vision_tower.": _HF_VISION,
+        "model.multi_modal_projector.": _HF_VISION,
     }
 )
 """Prefixes of names that the decoder has no use for."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ml4core.api import ModelSpec
+from ml4core.models import fused_experts
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.errors import CheckpointError, shown
 from ml4core.models.evidence import Shapes
+from ml4core.models.fused_experts import is_fused
+from ml4core.models.hf_config import read_hf_config
 from ml4core.models.layer_table import build_model_spec
 from ml4core.models.matrix_formats import PLAIN_DTYPES, Fault, Matrix, classify
 from ml4core.models.safetensors_file import TensorInfo
 from ml4core.models.tensor_names import TensorName, canonical, part_of
+from ml4core.models.tensor_notes import input_scales, is_cache_scale, matrix_notes, why_not
 from ml4core.models.tensor_table import Expected, expected_tensors
 
 Naming = Callable[[str], TensorName | None]
@@ -41,20 +45,22 @@ class TensorReport:
         vectors: canonical name -> the tensor, for the rest.
         unused_parts: part of the model -> (tensors, bytes) that the decoder leaves unread.
         notes: what an operator should know.
+        input_scales: stem -> the fixed scale of its activation, for routed experts that all have
+            one. Those of other matrices are left unread.
     """
 
     matrices: Mapping[str, Matrix]
     vectors: Mapping[str, TensorInfo]
     unused_parts: Mapping[str, tuple[int, int]]
     notes: tuple[str, ...]
+    input_scales: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that the decoder reads."""
-        infos = list(self.vectors.values())
-        for matrix in self.matrices.values():
-            infos += [matrix.data] if matrix.scale is None else [matrix.data, matrix.scale]
-        return sum(info.nbytes for info in infos)
+        matrices = sum(matrix.nbytes for matrix in self.matrices.values())
+        others = (*self.vectors.values(), *self.input_scales.values())
+        return matrices + sum(info.nbytes for info in others)
 
     @property
     def formats(self) -> frozenset[str]:
@@ -70,17 +76,21 @@ def shapes_of(checkpoint: Checkpoint) -> Shapes:
 def load_model_spec(checkpoint: Checkpoint) -> ModelSpec:
     """The table of an opened checkpoint, its tensors taken into account where there are any.
 
-    Raises CheckpointError, as `build_model_spec`, and for a checkpoint without params.json.
+    params.json is read where there is one, else config.json, see `read_hf_config`.
+
+    Raises CheckpointError, as `build_model_spec` and `read_hf_config`.
     """
-    where = f"{checkpoint.path}"
-    if checkpoint.params is None:
-        raise CheckpointError(
-            f"{where}: no params.json; a checkpoint in Hugging Face format alone (config.json) "
-            "can't be loaded yet, Mistral's format can"
-        )
     shapes = shapes_of(checkpoint) or None
     folder = checkpoint.path if checkpoint.path.suffix != ".json" else checkpoint.path.parent
-    return build_model_spec(checkpoint.params, shapes, name=folder.name, where=where)
+    if checkpoint.params is not None:
+        where = f"{checkpoint.path}"
+        return build_model_spec(checkpoint.params, shapes, name=folder.name, where=where)
+    if checkpoint.hf_config is None:
+        raise CheckpointError(f"{checkpoint.path}: neither params.json nor config.json")
+    where = f"{checkpoint.path} (config.json)"
+    params, vision = read_hf_config(checkpoint.hf_config, where)
+    spec = build_model_spec(params, shapes, name=folder.name, where=where)
+    return replace(spec, extras={**spec.extras, **vision})
 
 
 def validate(checkpoint: Checkpoint, spec: ModelSpec) -> TensorReport:
@@ -125,6 +135,7 @@ class _Comparison:
         self.matrices: dict[str, Matrix] = {}
         self.vectors: dict[str, TensorInfo] = {}
         self.unread: list[TensorInfo] = []
+        self.cache_scales: list[TensorInfo] = []
         self.stems = {self._name(name).stem for name in expected}
 
     def sort(self, tensors: Mapping[str, TensorInfo]) -> None:
@@ -142,10 +153,22 @@ class _Comparison:
             if key is None:
                 self.faults["unknown"].append(f"{shown(name)} {list(info.shape)}")
                 continue
-            others = self.found[key.stem]
-            if (other := others.get(key.suffix)) is not None:
-                self.faults["duplicate"].append(f"{other.name} and {name}")
-            others.setdefault(key.suffix, info)
+            if not is_fused(key):
+                self._put(key, info)
+                continue
+            try:
+                views = list(fused_experts.split(key, info))
+            except ValueError as error:
+                self.faults["misshapen"].append(f"{name}: {error}")
+                continue
+            for single, view in views:
+                self._put(single, view)
+
+    def _put(self, key: TensorName, info: TensorInfo) -> None:
+        others = self.found[key.stem]
+        if (other := others.get(key.suffix)) is not None:
+            self.faults["duplicate"].append(f"{other.name} and {info.name}")
+        others.setdefault(key.suffix, info)
 
     def compare(self) -> None:
         for name, entry in self.expected.items():
@@ -159,8 +182,10 @@ class _Comparison:
                 self._matrix(entry, key, parts)
         for stem, parts in self.found.items():
             for suffix, info in parts.items():
-                if not self._called_for(stem, suffix):
-                    reason = _why_not(self.spec, stem, suffix) if self.spec is not None else ""
+                if is_cache_scale(stem, suffix, info):
+                    self.cache_scales.append(info)
+                elif not self._called_for(stem, suffix):
+                    reason = why_not(self.spec, stem, suffix) if self.spec is not None else ""
                     self.faults["unknown"].append(f"{info.name} {list(info.shape)}{reason}")
 
     def _called_for(self, stem: str, suffix: str) -> bool:
@@ -187,22 +212,28 @@ class _Comparison:
         if not parts:
             self.faults["missing"].append(_wanted(entry))
             return
-        if (data := parts.get("weight")) is not None and len(data.shape) != 2:
+        data = parts.get("weight", parts.get("weight_packed"))
+        if data is not None and len(data.shape) != 2:
             self._fits(entry, data)
             return
         matrix = classify(key.stem, parts, quantised=entry.kind == "matrix")
         if isinstance(matrix, Fault):
             self.faults[matrix.kind].append(matrix.text)
-            if matrix.kind != "unsupported" and data is not None:
+            if matrix.kind != "unsupported" and data is not None and data.dtype != "U8":
                 self._fits(entry, data)
-        elif self._fits(entry, matrix.data):
+        elif self._fits(entry, matrix.data, matrix.shape):
             self.matrices[key.stem] = matrix
 
-    def _fits(self, entry: Expected, info: TensorInfo) -> bool:
-        if info.shape in entry.shapes:
+    def _fits(
+        self, entry: Expected, info: TensorInfo, shape: tuple[int, ...] | None = None
+    ) -> bool:
+        """Whether `shape`, of the values, is right; without it, that of the tensor."""
+        shape = info.shape if shape is None else shape
+        if shape in entry.shapes:
             return True
         wanted = " or ".join(str(list(shape)) for shape in entry.shapes)
-        text = f"{info.name}: {list(info.shape)}, wanted {wanted} = {entry.meaning}"
+        packed = f" of {list(shape)} values" if shape != info.shape else ""
+        text = f"{info.name}: {list(info.shape)}{packed}, wanted {wanted} = {entry.meaning}"
         self.faults["misshapen"].append(text)
         return False
 
@@ -219,44 +250,18 @@ class _Comparison:
             notes.append(f"left unread: {names}{more}; these layers read another layer's latent")
         unused = {part: (len(sizes), sum(sizes)) for part, sizes in self.parts.items()}
         notes += [f"unused part: {part}, {count} tensors" for part, (count, _) in unused.items()]
-        return TensorReport(self.matrices, self.vectors, unused, tuple(notes))
+        scales = input_scales(self.matrices)
+        notes += matrix_notes(self.matrices, scales)
+        if self.cache_scales:
+            notes.append(
+                f"left unread: {len(self.cache_scales)} scales of a quantised KV cache "
+                f"({self.cache_scales[0].name}); each cache layout has its own"
+            )
+        return TensorReport(self.matrices, self.vectors, unused, tuple(notes), scales)
 
 
 def _wanted(entry: Expected) -> str:
     return f"{entry.name} {list(entry.shapes[0])} = {entry.meaning}"
-
-
-def _why_not(spec: ModelSpec, stem: str, suffix: str) -> str:
-    """Why a tensor of a known name has no place in this model; empty where nothing can be said."""
-    if stem == "output":
-        return ": params.json says tied_embeddings"
-    if stem == "rope_freqs":
-        return ": no layer has learned frequencies of scope 'global'"
-    if not stem.startswith("layers."):
-        return ""
-    number, inner = stem.split(".", 2)[1:]
-    if int(number) >= len(spec.layers):
-        return f": params.json has layers 0 to {len(spec.layers) - 1}"
-    layer = spec.layers[int(number)]
-    if inner.startswith("attention.indexer.") and layer.indexer is None:
-        if layer.topk_source is None:
-            return ": params.json has no indexer block"
-        return f": layer {number} uses the selection of layer {layer.topk_source}"
-    if inner == "attention.rope_freqs" and layer.rope is None:
-        return f": layer {number} is a NoPE layer"
-    if inner == "gate" and suffix == "bias":
-        return ": a router with a load-balancing bias is not supported"
-    if inner.endswith("_fake_quantizer"):
-        return ": scales of a quantised KV cache are not supported by this loader yet"
-    if inner.startswith("feed_forward.") and layer.moe is not None:
-        return f": layer {number} is a MoE layer"
-    if inner.startswith(("experts.", "shared_experts.", "gate")):
-        if layer.moe is None:
-            return f": layer {number} is dense"
-        if inner.startswith("experts."):
-            return f": moe.num_experts is {layer.moe.experts}"
-        return ": moe.num_shared_experts is 0"
-    return ""
 
 
 def _error(where: str, faults: Mapping[str, list[str]]) -> CheckpointError:
@@ -281,5 +286,5 @@ def format_counts(report: TensorReport) -> dict[str, tuple[int, int]]:
     sizes: Counter[str] = Counter()
     for matrix in report.matrices.values():
         counts[matrix.format] += 1
-        sizes[matrix.format] += matrix.data.nbytes + (matrix.scale.nbytes if matrix.scale else 0)
+        sizes[matrix.format] += matrix.nbytes
     return {name: (counts[name], sizes[name]) for name in sorted(counts)}

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ml4core.api import Weight
-from ml4core.formats import fp8_block
+from ml4core.formats import fp8_block, fp8_tensor
+from ml4core.formats.blocks import block_count
 from ml4core.models.checkpoint import Checkpoint
-from ml4core.models.errors import CheckpointError
-from ml4core.models.matrix_formats import Matrix
+from ml4core.models.matrix_formats import BLOCKS, Matrix
+from ml4core.models.matrix_reader import FORMAT_DTYPES, MatrixReader
 from ml4core.models.safetensors_file import TensorInfo
+from ml4core.models.shards import ALL, Cut, Span
 from ml4core.models.tensors import TensorReport
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes to read) after each tensor."""
 
-FORMAT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
 
 class WeightReader:
     """Reads what `report` names.
 
-    `dtype` is the dtype that FP8 values get wherever they can't stay FP8.
+    `dtype` is the dtype that quantised values get wherever they can't stay quantised.
     """
 
     def __init__(
@@ -34,108 +34,150 @@ class WeightReader:
         dtype: torch.dtype,
         progress: Progress | None = None,
     ) -> None:
-        self._checkpoint = checkpoint
         self._report = report
+        self._read = MatrixReader(checkpoint, self._seen)
         self._dense_format = "bf16" if dtype == torch.bfloat16 else "fp32"
         self._progress = progress
         self._total = report.nbytes
         self._done = 0
 
-    def vector(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    def vector(
+        self, name: str, dtype: torch.dtype | None = None, rows: Span | None = None
+    ) -> Tensor:
         """The tensor of a canonical name, in `dtype` or the checkpoint's own."""
-        tensor = self._read(self._report.vectors[name])
+        tensor = self._read.plain(self._report.vectors[name], rows)
         return tensor if dtype is None else tensor.to(dtype)
 
-    def matrix(self, stem: str, rows: int | None = None) -> Weight:
-        """A matrix in the format that it lies in; only its first `rows`, if given."""
-        matrix = self._report.matrices[stem]
-        shape = (matrix.data.shape[0] if rows is None else rows, matrix.data.shape[1])
-        if matrix.format == "fp8_block":
-            data, scale = self._fp8(matrix, shape[0])
-            return Weight("fp8_block", shape, {"data": data, "scale": scale})
-        values = self._read(matrix.data, shape[0]).to(FORMAT_DTYPES[matrix.format])
-        return Weight(matrix.format, shape, {"data": values})
+    def shape(self, stem: str) -> tuple[int, int]:
+        """Rows and columns of a whole matrix."""
+        return self._report.matrices[stem].shape
 
-    def dense(self, stem: str, format: str | None = None) -> Tensor:
-        """A matrix's values: as they are, or FP8 decoded; in the dtype of `format`, if given."""
-        matrix = self._report.matrices[stem]
-        if matrix.format != "fp8_block":
-            return self._read(matrix.data).to(FORMAT_DTYPES[format or matrix.format])
-        data, scale = self._fp8(matrix, matrix.data.shape[0])
-        dtype = FORMAT_DTYPES[format or self._dense_format]
-        return fp8_block.dequantize_weight(data, scale, dtype=dtype)
+    def matrix(self, stem: str, cut: Cut = ALL) -> Weight:
+        """A matrix, or a part of it, in the format that it lies in."""
+        return self._read.weight(self._report.matrices[stem], cut)
 
-    def stacked(self, stems: Sequence[str]) -> Weight:
-        """Matrices of equal width, one below the other: [sum of rows, K]."""
-        weight = self.stacks([stems])
+    def dense(self, stem: str, format: str | None = None, cut: Cut = ALL) -> Tensor:
+        """A matrix's values: as they are, or decoded; in the dtype of `format`, if given."""
+        matrix = self._report.matrices[stem]
+        own = matrix.format if matrix.format in FORMAT_DTYPES else self._dense_format
+        return self._read.values(matrix, FORMAT_DTYPES[format or own], cut)
+
+    def stacked(self, stems: Sequence[str], cut: Cut = ALL) -> Weight:
+        """Matrices of equal width, or the same part of each, one below the other: [rows, K]."""
+        weight = self.stacks([stems], cut)
         shape = weight.shape[1:]
         return Weight(weight.format, shape, {name: part[0] for name, part in weight.parts.items()})
 
-    def stacks(self, groups: Sequence[Sequence[str]]) -> Weight:
+    def stacks(self, groups: Sequence[Sequence[str]], cut: Cut = ALL) -> Weight:
         """As `stacked` for each group, all of one shape: [groups, sum of rows, K].
 
-        FP8 stays FP8 if all matrices are, and each but a group's last is a whole number of blocks
-        high. Memory: the result and one matrix.
+        The stack keeps a quantised format that all matrices have, if each but a group's last is a
+        whole number of blocks high; else all are decoded. FP8 of one scale a matrix: the largest of
+        a group serves it, the others are rounded anew. Memory: the result and one group.
         """
         matrices = [[self._report.matrices[stem] for stem in group] for group in groups]
-        heights = [matrix.data.shape[0] for matrix in matrices[0]]
-        shape = (len(groups), sum(heights), matrices[0][0].data.shape[1])
-        format = self._common_format(
-            {matrix.format for group in matrices for matrix in group},
-            aligned=all(rows % fp8_block.BLOCK == 0 for rows in heights[:-1]),
-        )
-        if format == "fp8_block":
-            return self._fp8_stacks(matrices, shape)
+        boxes = [cut.box(matrix.shape) for matrix in matrices[0]]
+        heights = [bottom - top for (top, bottom), _ in boxes]
+        left, right = boxes[0][1]
+        shape = (len(groups), sum(heights), right - left)
+        format = self._common_format(matrices, heights)
+        if format == "fp8_tensor":
+            return self._fp8_tensors(matrices, shape, cut)
+        if format not in FORMAT_DTYPES:
+            return self._quantised(matrices, shape, format, cut)
         data = torch.empty(shape, dtype=FORMAT_DTYPES[format], device="cpu")
         for index, group in enumerate(groups):
             row = 0
             for stem, rows in zip(group, heights, strict=True):
-                data[index, row : row + rows] = self.dense(stem, format)
+                data[index, row : row + rows] = self.dense(stem, format, cut)
                 row += rows
         return Weight(format, shape, {"data": data})
 
-    def _common_format(self, formats: set[str], aligned: bool) -> str:
-        if formats == {"fp8_block"} and aligned:
-            return "fp8_block"
-        plain = {format if format != "fp8_block" else self._dense_format for format in formats}
+    def input_scales(self, groups: Sequence[Sequence[str]]) -> Tensor | None:
+        """Fixed activation scales fp32 [groups], multipliers: the largest of each group, whose
+        matrices have one input. None where the report has none of the first.
+        """
+        scales = self._report.input_scales
+        if not groups or groups[0][0] not in scales:
+            return None
+        found = [
+            torch.stack([self._read.number(scales[stem], self._divides(stem)) for stem in group])
+            for group in groups
+        ]
+        return torch.stack([group.amax() for group in found])
+
+    def passed_over(self, stems: Sequence[str]) -> None:
+        """Count matrices as done that other ranks read."""
+        for stem in stems:
+            self._done += self._report.matrices[stem].nbytes
+
+    def _divides(self, stem: str) -> bool:
+        return self._report.matrices[stem].input_divides
+
+    def _common_format(self, matrices: Sequence[Sequence[Matrix]], heights: Sequence[int]) -> str:
+        formats = {matrix.format for group in matrices for matrix in group}
+        format = next(iter(formats))
+        unit = BLOCKS[format].rows
+        if len(formats) == 1 and all(rows % unit == 0 for rows in heights[:-1]):
+            return format
+        plain = {name if name in FORMAT_DTYPES else self._dense_format for name in formats}
         return "bf16" if plain == {"bf16"} else "fp32"
 
-    def _fp8_stacks(self, matrices: Sequence[Sequence[Matrix]], shape: tuple[int, ...]) -> Weight:
-        data = torch.empty(shape, dtype=torch.uint8, device="cpu")
-        blocks = fp8_block.scale_shape(shape[1], shape[2])
-        scale = torch.empty((shape[0], *blocks), dtype=torch.float32, device="cpu")
+    def _quantised(
+        self,
+        matrices: Sequence[Sequence[Matrix]],
+        shape: tuple[int, int, int],
+        format: str,
+        cut: Cut,
+    ) -> Weight:
+        parts = _empty(format, shape)
         for index, group in enumerate(matrices):
-            row = block = 0
+            row = 0
             for matrix in group:
-                rows = matrix.data.shape[0]
-                values, scales = self._fp8(matrix, rows)
-                data[index, row : row + rows] = values
-                scale[index, block : block + scales.shape[0]] = scales
-                row, block = row + rows, block + scales.shape[0]
-        return Weight("fp8_block", shape, {"data": data, "scale": scale})
+                weight = self._read.weight(matrix, cut)
+                for name, part in weight.parts.items():
+                    start = row // BLOCKS[format].rows if name == "scale" else row
+                    parts[name][index, start : start + len(part)] = part
+                row += weight.shape[0]
+        return Weight(format, shape, parts)
 
-    def _fp8(self, matrix: Matrix, rows: int) -> tuple[Tensor, Tensor]:
-        """Bytes uint8 [rows, K] and scales fp32 [ceil(rows/128), ceil(K/128)]."""
-        assert matrix.scale is not None
-        data = self._read(matrix.data, rows).view(torch.uint8)
-        blocks = fp8_block.scale_shape(rows, matrix.data.shape[1])[0]
-        scale = self._read(matrix.scale, blocks).to(torch.float32)
-        wrong = ~(scale.isfinite() & (scale >= 0))
-        if bool(wrong.any()):
-            row, column = wrong.nonzero()[0].tolist()
-            raise CheckpointError(
-                f"{matrix.scale.file}: {matrix.scale.name}: the scale of block row {row}, block "
-                f"{column} is {float(scale[row, column])}; scales are finite and not negative. "
-                "Quantise the checkpoint again"
+    def _fp8_tensors(
+        self, matrices: Sequence[Sequence[Matrix]], shape: tuple[int, int, int], cut: Cut
+    ) -> Weight:
+        data = torch.empty(shape, dtype=torch.uint8, device="cpu")
+        scale = torch.empty(shape[0], dtype=torch.float32, device="cpu")
+        for index, group in enumerate(matrices):
+            weights = [self._read.weight(matrix, cut) for matrix in group]
+            scales = torch.stack([weight.parts["scale"] for weight in weights])
+            if bool((scales == scales[0]).all()):  # nothing to round
+                data[index] = torch.cat([weight.data for weight in weights])
+                scale[index] = scales[0]
+                continue
+            data[index], scale[index] = fp8_tensor.fuse(
+                [(weight.data, weight.parts["scale"]) for weight in weights]
             )
-        return data, scale
+        return Weight("fp8_tensor", shape, {"data": data, "scale": scale})
 
-    def _read(self, info: TensorInfo, rows: int | None = None) -> Tensor:
-        if rows is None or rows == info.shape[0]:
-            tensor = self._checkpoint.read(info.name)
-        else:
-            tensor = self._checkpoint.read_rows(info.name, 0, rows)
-        self._done += info.nbytes  # rows that were passed over count as done
+    def _seen(self, info: TensorInfo) -> None:
+        self._done += info.nbytes  # what was passed over in it counts as done
         if self._progress is not None:
             self._progress(self._done, self._total)
-        return tensor
+
+
+def _empty(format: str, shape: tuple[int, int, int]) -> dict[str, Tensor]:
+    """The parts of a quantised stack, see `Weight`; not filled."""
+    count, rows, columns = shape
+    blocks = BLOCKS[format]
+    parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    if format == "fp8_block":
+        grid = (count, *fp8_block.scale_shape(rows, columns))
+        parts = {"data": (shape, torch.uint8), "scale": (grid, torch.float32)}
+    else:
+        scales = (count, rows, block_count(columns, blocks.columns))
+        packed = (count, rows, columns // blocks.packed)
+        parts = {"data": (packed, torch.uint8), "scale": (scales, torch.uint8)}
+    if format == "nvfp4":
+        parts = {**parts, "global_scale": ((count, rows), torch.float32)}
+    return {
+        name: torch.empty(size, dtype=dtype, device="cpu") for name, (size, dtype) in parts.items()
+    }

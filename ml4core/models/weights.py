@@ -12,6 +12,8 @@ from ml4core.api import IndexerSpec, LayerSpec, ModelSpec, MoESpec, Weight
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.errors import CheckpointError
 from ml4core.models.rope_freqs import inv_freq
+from ml4core.models.shard_check import check_shard
+from ml4core.models.shards import WHOLE, Cut, Shard, padded_rows, shard_spec
 from ml4core.models.tensors import TensorReport, validate
 from ml4core.models.weight_reader import Progress, WeightReader
 
@@ -25,35 +27,43 @@ def load_layers(
     *,
     progress: Progress | None = None,
     report: TensorReport | None = None,
+    shard: Shard | None = None,
 ) -> Iterator[tuple[LayerSpec | None, Weights]]:
     """The weights of `GLOBAL_WEIGHTS` with layer None, then those of `LAYER_WEIGHTS` of each layer.
 
     All tensors are compared with the table first, at the call; `report` is what `validate` gave, if
-    that is known already. Matrices keep the checkpoint's format: bf16, fp32 (fp16 too becomes fp32)
-    or fp8_block. FP8 that can't stay FP8 (W_UK and W_UV; w1 over w3 where a part ends within a
-    block) is decoded to `dtype`, float32 or bfloat16.
+    that is known already. Matrices keep the checkpoint's format (fp16 becomes fp32). What can't
+    stay quantised is decoded to `dtype`, float32 or bfloat16: W_UK and W_UV, w1 over w3 where a
+    part ends within a block, and stacks of experts in several formats.
+
+    With `shard`, `spec` is still the whole model's; the layers that are given are those of
+    `shard_spec`, and of each tensor only what this rank has is read.
 
     Nothing that was handed out is kept, so memory is what the caller holds plus one layer, if the
     caller drops a layer before it asks for the next. `progress(done, total)` counts bytes.
 
-    Raises CheckpointError.
+    Raises CheckpointError: for the tensors, and for every one that can't be cut as `shard` asks, on
+    all ranks alike, before anything is read.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"dtype {dtype}; weights are decoded to torch.float32 or torch.bfloat16")
     report = validate(checkpoint, spec) if report is None else report
-    return _load(Loader(spec, WeightReader(checkpoint, report, dtype, progress)))
+    shard = shard or WHOLE
+    check_shard(f"{checkpoint.path}", spec, report, shard)
+    loader = Loader(spec, WeightReader(checkpoint, report, dtype, progress), shard=shard)
+    return _load(loader, shard_spec(spec, shard))
 
 
-def _load(loader: Loader) -> Iterator[tuple[LayerSpec | None, Weights]]:
+def _load(loader: Loader, local: ModelSpec) -> Iterator[tuple[LayerSpec | None, Weights]]:
     # No local name for what is yielded: it would keep one layer alive while the next is read.
     yield None, loader.top()
-    for layer in loader.spec.layers:
-        yield layer, loader.layer(layer)
+    for layer, here in zip(loader.spec.layers, local.layers, strict=True):
+        yield here, loader.layer(layer)
 
 
 class Loader:
-    """Reads weights of `spec`. Stems begin with `prefix`; `learned` [R/2] are the frequencies that
-    all layers share, which `top` reads.
+    """Reads weights of `spec`, the whole model's, as `shard` has them. Stems begin with `prefix`;
+    `learned` [R/2] are the frequencies that all layers share, which `top` reads.
     """
 
     def __init__(
@@ -62,22 +72,35 @@ class Loader:
         reader: WeightReader,
         prefix: str = "",
         learned: Tensor | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         self.spec = spec
         self.reader = reader
         self.prefix = prefix
         self.learned = learned
+        self.shard = shard
 
     def top(self) -> Weights:
         read = self.reader
         if any(_learned(layer) == "global" for layer in self.spec.layers):
             self.learned = read.vector("rope_freqs", torch.float32)
-        embedding = read.matrix("tok_embeddings")
+        embedding = self._vocab("tok_embeddings")
         return {
             "embedding": embedding.data,
             "final_norm": read.vector("norm.weight"),
-            "output": embedding if self.spec.tied_embeddings else read.matrix("output"),
+            "output": embedding if self.spec.tied_embeddings else self._vocab("output"),
         }
+
+    def _vocab(self, stem: str) -> Weight:
+        """This rank's tokens, and rows of zeros behind them."""
+        start, stop, rows = self.shard.vocab(self.spec.vocab_size)
+        weight = self.reader.matrix(stem, Cut(rows=(start, stop)))
+        if stop - start == rows:
+            return weight
+        return padded_rows(weight, rows)
+
+    def _matrix(self, role: str, stem: str) -> Weight:
+        return self.reader.matrix(stem, self.shard.cut(role, self.reader.shape(stem)))
 
     def layer(self, layer: LayerSpec) -> Weights:
         prefix = f"{self.prefix}layers.{layer.index}."
@@ -96,29 +119,34 @@ class Loader:
         read = self.reader
         weights: Weights = {}
         if layer.q_lora_rank is None:
-            weights["wq"] = read.matrix(prefix + "wq")
+            weights["wq"] = self._matrix("wq", prefix + "wq")
         else:
             weights["wq_a"] = read.matrix(prefix + "wq_a")
             weights["q_a_norm"] = read.vector(prefix + "q_a_norm.weight")
-            weights["wq_b"] = read.matrix(prefix + "wq_b")
+            weights["wq_b"] = self._matrix("wq_b", prefix + "wq_b")
         if layer.owns_kv:
             # Rows beyond these, of a rope part that a NoPE layer has no use for, are not read.
             rows = layer.kv_lora_rank + layer.rope_dim
-            weights["wkv_a"] = read.matrix(prefix + "wkv_a_with_mqa", rows)
+            weights["wkv_a"] = read.matrix(prefix + "wkv_a_with_mqa", Cut(rows=(0, rows)))
             weights["kv_a_norm"] = read.vector(prefix + "kv_a_norm.weight")
         weights |= self._absorbed(layer, prefix + "wkv_b")
-        weights["wo"] = read.matrix(prefix + "wo")
+        weights["wo"] = self._matrix("wo", prefix + "wo")
         if layer.rope is not None:
             weights["inv_freq"] = self._inv_freq(layer, prefix)
-        if layer.ssmax.per_head:
-            weights["ssmax_scale"] = read.vector(prefix + "ssmax_scale", torch.float32)
-        if layer.ssmax.bias:
-            weights["ssmax_bias"] = read.vector(prefix + "ssmax_bias", torch.float32)
+        for name, there in (
+            ("ssmax_scale", layer.ssmax.per_head),
+            ("ssmax_bias", layer.ssmax.bias),
+        ):
+            if there:
+                rows_here = self.shard.cut(name, (layer.heads,)).rows
+                weights[name] = read.vector(prefix + name, torch.float32, rows_here)
         return weights
 
     def _absorbed(self, layer: LayerSpec, stem: str) -> Weights:
         """wkv_b [N (P+V), L], P rows before V rows in each head, as its two halves by head."""
-        heads = self.reader.dense(stem).unflatten(0, (layer.heads, -1))  # [N, P+V, L]
+        cut = self.shard.cut("w_uk, w_uv", self.reader.shape(stem))
+        rows = self.reader.dense(stem, cut=cut)
+        heads = rows.unflatten(0, (-1, layer.nope_dim + layer.v_dim))  # [N, P+V, L]
         up_k, up_v = heads.split([layer.nope_dim, layer.v_dim], dim=1)
         layout = torch.contiguous_format  # copies: a view would keep the whole of wkv_b
         halves = {
@@ -166,20 +194,27 @@ class Loader:
         return weights
 
     def _moe(self, moe: MoESpec, prefix: str) -> Weights:
-        experts = [f"{prefix}experts.{expert}" for expert in range(moe.experts)]
-        weights: Weights = {
-            "gate": self.reader.dense(prefix + "gate", "fp32"),
-            "experts_w13": self.reader.stacks([(f"{e}.w1", f"{e}.w3") for e in experts]),
-            "experts_w2": self.reader.stacks([(f"{e}.w2",) for e in experts]),
-        }
+        everywhere = [f"{prefix}experts.{expert}" for expert in range(moe.experts)]
+        here = self.shard.experts(moe.experts)
+        weights: Weights = {"gate": self.reader.dense(prefix + "gate", "fp32")}
+        for name, parts in (("experts_w13", ("w1", "w3")), ("experts_w2", ("w2",))):
+            groups = [[f"{expert}.{part}" for part in parts] for expert in everywhere]
+            cut = self.shard.cut(name, self.reader.shape(groups[0][0]))
+            # Activation scales are all experts' on every rank: kernels may want the largest.
+            if (scales := self.reader.input_scales(groups)) is not None:
+                weights[f"{name}_input_scale"] = scales
+            for group in (*groups[: here.start], *groups[here.stop :]):
+                self.reader.passed_over(group)
+            weights[name] = self.reader.stacks(groups[here.start : here.stop], cut)
         if moe.shared_width:
             weights |= self._swiglu("shared", prefix + "shared_experts")
         return weights
 
     def _swiglu(self, name: str, stem: str) -> Weights:
+        cut = self.shard.cut(f"{name}_w13", self.reader.shape(f"{stem}.w1"))
         return {
-            f"{name}_w13": self.reader.stacked((f"{stem}.w1", f"{stem}.w3")),
-            f"{name}_w2": self.reader.matrix(f"{stem}.w2"),
+            f"{name}_w13": self.reader.stacked((f"{stem}.w1", f"{stem}.w3"), cut),
+            f"{name}_w2": self._matrix(f"{name}_w2", f"{stem}.w2"),
         }
 
 

@@ -21,6 +21,8 @@ from ml4core.registry._records import (
     State,
 )
 from ml4core.registry._selection import EMBEDDED, Choice, report, select
+from ml4core.registry._session import open_session
+from ml4core.registry._text import describe, lacks_memory
 
 __all__ = [
     "AUTO",
@@ -36,11 +38,14 @@ __all__ = [
     "ProbeResult",
     "State",
     "check",
+    "describe",
     "discover",
     "find",
+    "lacks_memory",
     "load",
     "load_plugin",
     "notify_fault",
+    "open_session",
     "probe",
     "report",
     "select",

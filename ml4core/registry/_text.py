@@ -14,9 +14,12 @@ _MAX_CHARACTERS = 800
 
 
 def one_line(text: str) -> str:
-    """The text's lines joined by ``|``. Addresses differ from rank to rank, so they are blanked."""
+    """The text's lines joined by ``|``. Addresses differ from rank to rank, so they are blanked;
+    control characters, which could write anywhere on a terminal, are escaped.
+    """
     lines = (" ".join(line.split()) for line in _ADDRESS.sub("0x…", text).splitlines())
     joined = " | ".join(line for line in lines if line)
+    joined = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
     if len(joined) <= _MAX_CHARACTERS:
         return joined
     half = _MAX_CHARACTERS // 2
@@ -37,6 +40,17 @@ def describe(error: BaseException) -> str:
         hidden = current.__suppress_context__
         current = current.__cause__ or (None if hidden else current.__context__)
     return ", caused by ".join(parts)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: Python's, torch's, or torch's allocator's, which
+    has no type of its own.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    if any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _place(error: BaseException) -> str:

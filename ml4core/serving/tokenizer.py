@@ -131,19 +131,25 @@ class Tokenizer:
             raise RequestError(field, _first_line(error), works) from error
         return ids
 
-    def piece(self, token_id: int) -> bytes:
-        """The bytes of one id: none for a special id, U+FFFD for one that only the model has."""
+    def piece(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
+        """The bytes of one id: none for a special id, or its name; U+FFFD for one that only the
+        model has.
+        """
         if not 0 <= token_id < self.vocab_size:
             return REPLACEMENT
+        if not skip_special_tokens and self._tekken.is_special(token_id):
+            name: str = self._tekken.id_to_piece(token_id)
+            return name.encode()
         piece: bytes = self._tekken.id_to_byte_piece(token_id)
         return piece
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of the ids' ``piece``s joined. Bytes that are not UTF-8 become U+FFFD."""
-        return b"".join(self.piece(token) for token in ids).decode("utf-8", errors="replace")
+        pieces = (self.piece(token, skip_special_tokens) for token in ids)
+        return b"".join(pieces).decode("utf-8", errors="replace")
 
-    def stream(self) -> StreamDecoder:
-        return StreamDecoder(self)
+    def stream(self, skip_special_tokens: bool = True) -> StreamDecoder:
+        return StreamDecoder(self, skip_special_tokens)
 
 
 class StreamDecoder:
@@ -152,13 +158,14 @@ class StreamDecoder:
     What ``push`` and ``flush`` return, joined, is ``Tokenizer.decode`` of all ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
         """The characters that this id completes; empty while one is cut."""
-        return self._utf8.decode(self._tokenizer.piece(token_id))
+        return self._utf8.decode(self._tokenizer.piece(token_id, self._skip))
 
     def flush(self) -> str:
         """At the end: one U+FFFD if a character stayed cut, else empty."""

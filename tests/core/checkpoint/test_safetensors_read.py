@@ -16,6 +16,7 @@ from ml4core.models.errors import CheckpointError
 from ml4core.models.safetensors_file import (
     DTYPES,
     TensorInfo,
+    read_box,
     read_header,
     read_rows,
     read_tensor,
@@ -64,7 +65,17 @@ def test_equals_the_library(name: str, tmp_path: Path) -> None:
         for start, stop in [(0, 5), (1, 3), (4, 5), (2, 2), (5, 5)]:
             rows = read_rows(header["matrix"], start, stop)
             assert same_bytes(rows, library.get_slice("matrix")[start:stop])
+        for rows, columns in [
+            ((0, 5), (0, 3)),
+            ((1, 4), (1, 3)),
+            ((4, 5), (0, 1)),
+            ((2, 2), (1, 2)),
+        ]:
+            box = read_box(header["matrix"], rows, columns)
+            assert same_bytes(box, library.get_slice("matrix")[slice(*rows), slice(*columns)])
+            assert box.is_contiguous()
     assert read_rows(header["empty"], 0, 0).shape == (0, 3)
+    assert read_box(header["empty"], (0, 0), (1, 2)).shape == (0, 1)
 
 
 def test_scale_exponents_are_read_as_bytes(tmp_path: Path, craft: Callable[..., Path]) -> None:
@@ -147,6 +158,28 @@ def test_rows_that_are_not_there(rows: tuple[int, int], tmp_path: Path) -> None:
         read_rows(read_header(path)["a"], *rows)
 
 
+@pytest.mark.parametrize("columns", [(-1, 1), (0, 4), (2, 1), (4, 4)])
+def test_columns_that_are_not_there(columns: tuple[int, int], tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(5, 3), "v": torch.ones(5)}, path)
+    header = read_header(path)
+    with pytest.raises(CheckpointError, match=r"tensor 'a' has 5 rows and 3 columns, not \[0, 5\)"):
+        read_box(header["a"], (0, 5), columns)
+    with pytest.raises(CheckpointError, match=r"tensor 'v' \[5\] is no matrix"):
+        read_box(header["v"], (0, 5), (0, 1))
+
+
+def test_columns_read_no_more_than_their_bytes(tmp_path: Path) -> None:
+    """What a box gives comes from its own bytes: junk around it does not show."""
+    path = tmp_path / "a.safetensors"
+    tensor = torch.full((64, 4096), float("nan"))
+    tensor[8:24, 1000:1100] = torch.arange(1600.0).view(16, 100)
+    save_file({"a": tensor}, path)
+    box = read_box(read_header(path)["a"], (8, 24), (1000, 1100))
+    assert torch.equal(box, torch.arange(1600.0).view(16, 100))
+    assert box.untyped_storage().nbytes() == box.nbytes
+
+
 def test_rows_of_a_scalar(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.tensor(1.0)}, path)
@@ -163,6 +196,9 @@ def test_file_of_another_size_than_before(size: int, tmp_path: Path) -> None:
         file.truncate(size)
     with pytest.raises(CheckpointError, match=f"is {size} bytes long, was"):
         read_tensor(info)
+    matrix = TensorInfo("a", "F32", (10, 100), path, info.start, info.nbytes, info.file_size)
+    with pytest.raises(CheckpointError, match=f"is {size} bytes long, was"):
+        read_box(matrix, (0, 1), (0, 1))
 
 
 def test_file_cut_off_during_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ import typer
 from ml4core.cli import main
 from ml4core.cli.engine_options import EngineCommand, with_engine_flags
 from ml4core.engine.args import EngineArgs
+from ml4core.engine.outputs import FinishReason, SequenceOutput
+from ml4core.engine.sampler_io import Logprob
 from ml4core.models.seeded import make_seeded
 
 SMALL = {"layers": 4, "hidden": 128, "heads": 2, "experts": 4, "dense_width": 128}
@@ -68,39 +71,67 @@ def parse_fixture() -> Callable[..., EngineArgs]:
 
 
 @dataclass
-class Completion:
-    token_ids: list[int]
-    finish_reason: str = "length"
-
-
-@dataclass
 class StubEngine:
-    """Answers each prompt with its own tokens backwards, and keeps what it was asked."""
+    """Answers each prompt with its own tokens backwards, a token a step, and keeps what it was
+    asked. It stands for the engine and for its core. The last prompt is the first to be answered.
+    """
 
     error: BaseException | None = None
     args: EngineArgs | None = None
     sizes: dict[str, Any] = field(default_factory=dict)
-    prompts: Sequence[Sequence[int]] = ()
+    prompts: list[list[int]] = field(default_factory=list)
     params: Any = None
     answer: list[int] | None = None
     closed: bool = False
     choice: Any = "a choice"
+    fault: Any = None
+    rest: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    logprob: float = -0.5
+
+    @property
+    def core(self) -> StubEngine:
+        return self
 
     def open(self, args: EngineArgs, *, progress: Any = None, **sizes: Any) -> StubEngine:
-        self.args, self.sizes = args, sizes
+        self.args, self.sizes, self.prompts = args, sizes, []
         if progress is not None:
             progress(1, 2)
         return self
 
-    def generate(self, prompts: Any, params: Any, on_token: Any = None) -> list[Completion]:
-        self.prompts, self.params = prompts, params
-        answers = [self.answer or list(reversed(prompt)) for prompt in prompts]
-        for index, answer in enumerate(answers):
-            for token in answer if on_token else ():
-                on_token(index, token)
-        if self.error is not None:
-            raise self.error
-        return [Completion(answer) for answer in answers]
+    def check(self, name: str, ids: Sequence[int], params: Any) -> None:
+        assert not self.prompts, "prompts are checked before the first is taken"
+
+    def add_request(self, name: str, ids: list[int], params: Any, **_: Any) -> None:
+        self.prompts.append(ids)
+        self.params = params
+        for index in range(params.n):
+            self.rest[name, index] = list(self.answer or reversed(ids))
+
+    def abort(self, name: str, index: int | None = None) -> None:
+        for key in [k for k in self.rest if k[0] == name and index in (None, k[1])]:
+            del self.rest[key]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.rest)
+
+    def step(self) -> list[SequenceOutput]:
+        outputs = []
+        for (name, index), tokens in reversed(list(self.rest.items())):
+            if len(tokens) == 1 and self.error is not None:
+                raise self.error
+            token = tokens.pop(0)
+            reason: FinishReason | None = None if tokens else "length"
+            logprobs = None
+            if self.params.logprobs is not None:
+                logprobs = [{token: Logprob(self.logprob, 1), token - 1: Logprob(-math.inf, 9)}]
+            outputs.append(SequenceOutput(name, index, [token], reason, 1, 0, 1, logprobs))
+            if not tokens:
+                del self.rest[name, index]
+        return outputs
+
+    def tell_fault(self) -> None:
+        raise AssertionError("there is none")
 
     def report(self) -> dict[str, Any]:
         return {"backend": {"name": "stub"}, "parts": []}

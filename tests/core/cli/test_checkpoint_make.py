@@ -47,11 +47,23 @@ def test_same_seed_same_bytes(ml4: Any, tmp_path: Path) -> None:
     assert a["consolidated.safetensors"] != c["consolidated.safetensors"]
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp32", "fp8_block"])
-def test_formats(ml4: Any, tmp_path: Path, format: str) -> None:
+@pytest.mark.parametrize(
+    ("format", "kinds"),
+    [
+        ("bf16", {"bf16"}),
+        ("fp32", {"fp32"}),
+        ("fp8_block", {"bf16", "fp8_block"}),
+        ("fp8_tensor", {"bf16", "fp8_tensor"}),
+        ("nvfp4_ct", {"bf16", "fp8_block", "nvfp4"}),
+        ("nvfp4_modelopt", {"bf16", "fp8_block", "nvfp4"}),
+        ("mxfp4", {"bf16", "fp8_block", "mxfp4"}),
+    ],
+)
+def test_formats(ml4: Any, tmp_path: Path, format: str, kinds: set[str]) -> None:
     folder = tmp_path / "m"
     assert ml4("checkpoint", "make", str(folder), "--format", format).code == 0
-    assert format in ml4("inspect", str(folder), "--json").json["checkpoint"]["formats"]
+    found = ml4("inspect", str(folder), "--json").json["checkpoint"]["formats"]
+    assert set(found) == kinds
 
 
 def test_what_is_there_is_kept_or_replaced_as_asked(ml4: Any, tmp_path: Path) -> None:

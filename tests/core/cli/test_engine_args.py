@@ -188,6 +188,9 @@ LANDED = {
     "additional_config": {"device": "interpreted"},
     "revision": "r",
     "download_dir": "d",
+    "enable_prefix_caching": True,
+    "async_scheduling": True,
+    "scheduling_policy": "priority",
 }
 NOT_LANDED = {
     "tokenizer_mode": "hf",
@@ -195,7 +198,6 @@ NOT_LANDED = {
     "served_model_name": ("a",),
     "limit_mm_per_prompt": {"image": 1},
     "gpu_memory_utilization": 0.5,
-    "enable_prefix_caching": True,
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 2,
     "data_parallel_size": 2,
@@ -214,8 +216,6 @@ NOT_LANDED = {
     "attention_backend": "a",
     "compilation_config": {"mode": 3},
     "cudagraph_capture_sizes": (1, 2),
-    "async_scheduling": True,
-    "scheduling_policy": "priority",
     "tool_call_parser": "mistral",
     "reasoning_parser": "mistral",
 }

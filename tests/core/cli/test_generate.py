@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -80,7 +81,10 @@ def test_the_end_of_an_answer_may_be_ignored(ml4: Any, engine: Any, checkpoint: 
 
 def test_several_answers_have_a_head_line_each(ml4: Any, engine: Any, checkpoint: Path) -> None:
     done = ml4("generate", str(checkpoint), "--prompt", "a", "--prompt", "b", "--raw")
-    assert done == (0, "==> prompt 0 <==\na\n==> prompt 1 <==\nb\n", "")
+    assert done[:2] == (0, "==> prompt 0 <==\na\n==> prompt 1 <==\nb\n")
+    assert re.fullmatch(
+        r"2 prompts in [0-9.]+ s: [0-9.]+ prompt tokens/s, [0-9.]+ output tokens/s\n", done.err
+    )
 
 
 @pytest.mark.parametrize("streaming", ["--stream", "--no-stream"])
@@ -127,6 +131,7 @@ def test_json(ml4: Any, engine: Any, checkpoint: Path, tokenizer: Tokenizer) -> 
                 "token_ids": ids[::-1],
                 "text": tokenizer.decode(ids[::-1]),
                 "finish_reason": "length",
+                "stop_reason": None,
             }
         ],
         "report": engine.report(),
@@ -174,6 +179,16 @@ def test_stdin_is_read_if_nothing_else_is_given(
         (["--prompt", "a", "--temperature", "-0.1"], "temperature: -0.1 (works: "),
         (["--prompt", "a", "--temperature", "nan"], "temperature: nan (works: a finite number"),
         (["--prompt", "a", "--temperature", "inf"], "temperature: inf (works: a finite number"),
+        (["--prompt", "a", "--top-p", "0"], "top_p: 0.0 (works: above 0, at most 1)"),
+        (["--prompt", "a", "--top-k", "-2"], "top_k: -2 (works: 1 or above"),
+        (["--prompt", "a", "--min-p", "1.5"], "min_p: 1.5 (works: 0 to 1)"),
+        (["--prompt", "a", "--presence-penalty", "3"], "presence_penalty: 3.0 (works: -2 to 2)"),
+        (["--prompt", "a", "--repetition-penalty", "0"], "repetition_penalty: 0.0 (works: "),
+        (["--prompt", "a", "--n", "2"], "n: 2 (works: 1 at temperature 0"),
+        (["--prompt", "a", "--logprobs", "-1", "--json"], "logprobs: -1 (works: None, or 0"),
+        (["--prompt", "a", "--min-tokens", "129"], "min_tokens: 129 (works: at most max_tokens"),
+        (["--prompt", "a", "--stop", ""], 'stop: ""'),
+        (["--prompts", "/no/such/file"], "--prompts: /no/such/file: No such file"),
         (["--prompt", "a", "--stop-token-ids", "8192"], "8192 (works: ids from 0 to 8191)"),
         (["--prompt", "a", "--stop-token-ids", "-3"], "--stop-token-ids: -3 (works: token ids"),
         (["--prompt", "a", "--stop-token-ids", "x"], "--stop-token-ids: x (works: token ids"),
@@ -220,6 +235,10 @@ def test_bad_files(
         ["--prompt", "a", "--prompt", "b", "--stream"],
         ["--prompt", "a", "--json", "--stream"],
         ["--prompt-file", "-", "--prompt-file", "-"],
+        ["--prompt-file", "-", "--prompts", "-"],
+        ["--prompt", "a", "--logprobs", "1"],
+        ["--prompt", "a", "--n", "2", "--temperature", "1", "--stream"],
+        ["--prompt", "a", "--top-p", "x"],
         ["--prompt", "a", "--max-tokens", "x"],
         ["--prompt", "a", "--temperature", ""],
         ["--prompt", "a", "--block-size", "0"],

@@ -145,8 +145,9 @@ def test_a_dotted_flag_needs_a_value(parse: Parse) -> None:
     [
         (["--tensor-paralel-size", "8"], "did you mean --tensor-parallel-size?"),
         (["--kv-cache-type", "fp8"], "did you mean --kv-cache-dtype?"),
-        (["--top-k", "5"], "No such option: --top-k"),
-        (["--top-p", "0.5"], "No such option: --top-p"),
+        (["--top-kk", "5"], "did you mean --top-k?"),
+        (["--bottom-p", "0.5"], "No such option: --bottom-p"),
+        (["--top-k", "5.5"], "--top-k"),
         (["--seed.x", "5"], "No such option: --seed.x"),
         (["-tp8"], "No such option"),
         (["--enforce-eager=1"], "does not take a value"),

@@ -17,8 +17,10 @@ from ml4core.cli.app import build_app
 README = (Path(__file__).resolve().parents[3] / "README.md").read_text("utf-8")
 
 
-def block(language: str) -> str:
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def block(language: str, holds: str = "") -> str:
+    """The one block of a language that holds a text."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    (found,) = [text for text in blocks if holds in text]
     return str(found)
 
 
@@ -39,7 +41,7 @@ def test_its_plugin_is_found_and_says_why_it_can_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = tomllib.loads(block("toml"))["project"]
-    (tmp_path / "my_backend.py").write_text(block("python"), "utf-8")
+    (tmp_path / "my_backend.py").write_text(block("python", "ml4core_backends"), "utf-8")
     info = tmp_path / "my_backend-1.0.dist-info"
     info.mkdir()
     info.joinpath("METADATA").write_text(

@@ -10,7 +10,7 @@ import typer
 from ml4core.cli.app import build_app
 from ml4core.engine.args import FLAGS
 
-COMMANDS = ["backends", "checkpoint", "doctor", "generate", "inspect"]
+COMMANDS = ["backends", "checkpoint", "doctor", "generate", "inspect", "plan", "quantize"]
 
 ENGINE_FLAGS = """
 --additional-config --async-scheduling --attention-backend --attention-config --backend --block-size
@@ -26,7 +26,7 @@ ENGINE_FLAGS = """
 --no-enforce-eager --no-headless --node-rank --pipeline-parallel-size
 --prefill-context-parallel-size --quantization --reasoning-parser --revision --scheduling-policy
 --seed --served-model-name --speculative-config --tensor-parallel-size --tokenizer
---tokenizer-mode --tool-call-parser -dcp -dp -n -pcp -pp -r -tp
+--tokenizer-mode --tool-call-parser -dcp -dp -ep -n -pcp -pp -r -tp
 """
 
 OPTIONS = {
@@ -35,10 +35,15 @@ OPTIONS = {
     "doctor": "--json",
     "inspect": "--json",
     "checkpoint": "",
+    "quantize": "--all --experts-only --max-shard-bytes --mxfp4-rule --nvfp4-form --rest --to",
     "checkpoint make": "--format --if-missing --overwrite --seed",
-    "generate": """--chat --raw --ignore-eos --json --max-tokens --prompt --prompt-file --report
-        --stop-token-ids --stream --no-stream --temperature """
+    "generate": """--chat --raw --json --prompt --prompt-file --prompts --report --stream
+        --no-stream
+        --frequency-penalty --ignore-eos --logprobs --max-tokens --min-p --min-tokens --n
+        --presence-penalty --repetition-penalty --stop --stop-token-ids --temperature --top-k
+        --top-p """
     + ENGINE_FLAGS,
+    "plan": """--context --device --held --json --memory --reserve --weights """ + ENGINE_FLAGS,
 }
 
 

@@ -35,7 +35,7 @@ SPEC = build_model_spec(PRESETS["tiny"].params())
 
 
 def context(**changes: Any) -> StageContext:
-    made = StageContext(SPEC, None, COMPOSED, SingleRank(), torch.float32)
+    made = StageContext(SPEC, None, COMPOSED, SingleRank(), torch.float32, "absorbed")
     return replace(made, **changes)
 
 
@@ -125,6 +125,26 @@ def test_a_form_asked_for_by_flag_is_not_overruled():
     bound = bind_model(session, context(mla_form="unabsorbed"), PREFILL)
     attention = [c for c in bound.choices if c.part == "attention"]
     assert {(c.provider, c.chosen_by) for c in attention} == {("compose:unabsorbed", "flag")}
+
+
+def test_attention_follows_the_rows_where_nobody_else_has_a_part_in_it():
+    bound = bind_model(Stub(), context(mla_form="auto"), PREFILL)
+    attention = {c.layer_kind: c for c in bound.choices if c.part == "attention"}
+    assert {(c.provider, c.chosen_by) for c in attention.values()} == {("compose:auto", "core")}
+    assert not [c for c in bound.choices if c.part in ("attn_inputs", "sparse_mla")]
+    # A provider of one of its parts, or an op of the backend's own, is used.
+    offers = {"sparse_mla": lambda layer, shape: [Accepted("fast", fused)]}
+    bound = bind_model(Stub(offers=offers), context(mla_form="auto"), PREFILL)
+    assert {c.provider for c in bound.choices if c.part == "sparse_mla"} == {"fast"}
+    assert {c.provider for c in bound.choices if c.part == "attention"} == {"parts"}
+    own = context(mla_form="auto", ops={**COMPOSED, "sparse_mla": fused})
+    bound = bind_model(Stub(), own, PREFILL)
+    assert {c.provider for c in bound.choices if c.part == "attention"} == {"parts"}
+    # So is the reason of one that was passed over.
+    why = (Refusal("lib", "rows", "32 rows", "1 row"),)
+    offers = {"attn_output": lambda layer, shape: [Rejected("a", why)]}
+    bound = bind_model(Stub(offers=offers), context(mla_form="auto"), PREFILL)
+    assert {c.rejected for c in bound.choices if c.part == "attn_output"} == {(Rejected("a", why),)}
 
 
 def test_layers_of_one_kind_that_are_served_apart_stay_apart_in_the_report():

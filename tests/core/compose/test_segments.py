@@ -7,14 +7,14 @@ import torch
 
 from ml4core.compose.grid import Grid
 from ml4core.compose.hadamard import hadamard
-from ml4core.compose.segments import pieces
-from ml4core.engine.kv_pool import PagePool
+from ml4core.compose.segments import Piece, pieces
+from ml4core.engine.block_pool import BlockPool
 from ml4core.engine.sequence import Sequence
 from ml4core.engine.step_plan import build_plan
 
 
 def mixed_plan():
-    pools = {"latent": PagePool("latent", 400)}
+    pools = {"latent": BlockPool("latent", 400)}
     work = []
     for length, rows in ((30, 1), (9, 1), (4, 1), (20, 3), (17, 3), (40, 33), (12, 12), (7, 5)):
         sequence = Sequence(list(range(length)), length, length - rows)
@@ -43,7 +43,31 @@ def test_pieces_cover_each_row_once_with_its_own_request(tile: int | None) -> No
                 assert int(plan.visible[first + row]) == 0
         if tile is not None:
             assert piece.rows.stop - first <= max(tile, 3)
+            assert cells(piece) <= max(tile, 3, piece.requests.stop - piece.requests.start)
     assert rows == list(range(plan.shape.rows))
+
+
+def cells(piece: Piece) -> int:
+    """Of the grid that ops lay the piece's rows on."""
+    return (piece.requests.stop - piece.requests.start) * piece.max_rows
+
+
+@pytest.mark.parametrize("lengths", [(100,), (50, 50), (64, 64, 64), (17, 90), (16, 16, 200)])
+@pytest.mark.parametrize("pad", [0, 256])
+def test_chunks_are_cut_whatever_their_lengths(lengths: tuple[int, ...], pad: int) -> None:
+    """One chunk, or several of one length, would pass for windows."""
+    pools = {"latent": BlockPool("latent", 400)}
+    work = []
+    for length in lengths:
+        sequence = Sequence(list(range(length)), length)
+        sequence.grow(pools, length, 4)
+        work.append((sequence, length))
+    plan = build_plan(work, ("latent",), 4, pad_rows=pad)
+    made = list(pieces(plan, 8))
+    assert max(cells(piece) for piece in made) <= 8
+    covered = [row for p in made for row in range(p.rows.start, p.rows.stop)]
+    assert covered == list(range(plan.shape.rows))
+    assert sum(int(p.query_start[-1] - p.query_start[0]) for p in made) == sum(lengths)
 
 
 def test_a_grid_spreads_rows_and_collects_them_again() -> None:

@@ -155,14 +155,14 @@ def test_all_reasons_come_at_once_before_anything_is_allocated(folder, choice, m
         tensor_parallel_size=2,
         attention_config={"index_layout": "tiled16_f32"},
         kv_cache_dtype="fp8_ds_mla",
-        enable_prefix_caching=True,
+        quantization="fp8",
     )
     with pytest.raises(Refused) as refused:
         open_engine(args, choice=choice)
     subjects = {r.subject for r in refused.value.refusals}
     assert {"parallel:tp", "cache layout tiled16_f32"} <= subjects
     assert any(s.startswith("--tensor-parallel-size") for s in subjects)
-    assert any(s.startswith("--enable-prefix-caching") for s in subjects)
+    assert any(s.startswith("--quantization") for s in subjects)
     assert "multiple of 16, got 61" in str(refused.value)
 
 
@@ -180,7 +180,7 @@ def test_the_report_says_who_serves_each_part_of_each_layer_kind(start):
     kinds = {layer.kind for layer in engine.deployment.model.layers}
     parts = report["parts"]
     for step in ("decode", "prefill"):
-        for part in ("decoder_layer", "attention", "attn_inputs", "sparse_mla", "ffn"):
+        for part in ("decoder_layer", "attention", "ffn"):
             served = {
                 p["layer_kind"] for p in parts if p["part"] == part and p["step_kind"] == step
             }

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml4core.engine.kv_pool import PagePool, PoolExhausted
+from ml4core.engine.block_pool import BlockPool, PoolExhausted
 from ml4core.engine.sequence import Sequence
 from ml4core.engine.step_plan import build_plan
 
@@ -19,8 +19,8 @@ GROUPS = ("latent", "index")
 
 def sequences(
     lengths: list[int], computed: list[int]
-) -> tuple[list[Sequence], dict[str, PagePool]]:
-    pools = {"latent": PagePool("latent", 200), "index": PagePool("index", 300)}
+) -> tuple[list[Sequence], dict[str, BlockPool]]:
+    pools = {"latent": BlockPool("latent", 200), "index": BlockPool("index", 300)}
     pools["index"].allocate(7)  # the groups' ids differ
     made = []
     for length, done in zip(lengths, computed, strict=True):
@@ -83,6 +83,19 @@ def test_slots_point_into_the_pages_of_their_sequence(data: st.DataObject) -> No
     assert plan.query_start[: fixed + 1].tolist() == list(range(fixed + 1))
 
 
+def test_tables_have_the_pages_that_hold_keys_and_no_more() -> None:
+    """Ops read each page of a table; pages kept for tokens to come cost nothing."""
+    made, pools = sequences([9, 20], [8, 2])
+    for sequence in made:
+        sequence.grow(pools, 100, BLOCK)
+    plan = build_plan([(made[0], 1), (made[1], 3)], GROUPS, BLOCK)
+    assert plan.shape.pages == (("latent", 3), ("index", 3))
+    for group in GROUPS:
+        assert plan.block_tables[group].tolist() == [s.pages[group][:3] for s in made]
+    wide = build_plan([(made[0], 1), (made[1], 3)], GROUPS, BLOCK, pad_pages=5)
+    assert wide.block_tables["latent"].shape == (2, 5)
+
+
 def test_padded_decodes_hold_padded_rows_and_padded_chunks_none() -> None:
     made, _ = sequences([5, 6], [4, 5])
     decode = build_plan([(s, 1) for s in made], GROUPS, BLOCK, pad_requests=4)
@@ -100,6 +113,26 @@ def test_an_empty_step_is_refused() -> None:
         build_plan([], GROUPS, BLOCK)
 
 
+@pytest.mark.parametrize(("done", "rows"), [(0, 0), (2, -1), (0, 6), (4, 2), (5, 1)])
+def test_rows_without_tokens_are_refused(done: int, rows: int) -> None:
+    """They would give another sequence's logits, or rows of unequal counts."""
+    made, _ = sequences([5, 7], [done, 0])
+    with pytest.raises(ValueError, match=rf"{rows} rows of a sequence of 5 tokens, {done} of"):
+        build_plan([(made[0], rows), (made[1], 7)], GROUPS, BLOCK)
+
+
+def test_rows_without_pages_are_refused() -> None:
+    """They would be written to the null page."""
+    made, pools = sequences([5, 20], [0, 0])
+    made[0].token_ids += [1] * 4
+    build_plan([(made[0], 8), (made[1], 20)], GROUPS, BLOCK)  # the last page is full
+    with pytest.raises(ValueError, match=r"ends at token 9 of .* whose latent pages hold 8 tokens"):
+        build_plan([(made[0], 9), (made[1], 20)], GROUPS, BLOCK)
+    made[0].pages["latent"] += pools["latent"].allocate(1)
+    with pytest.raises(ValueError, match="whose index pages hold 8 tokens"):
+        build_plan([(made[0], 9), (made[1], 20)], GROUPS, BLOCK)
+
+
 def test_all_logits_names_every_real_row() -> None:
     made, _ = sequences([6, 3], [0, 2])
     plan = build_plan([(made[0], 6), (made[1], 1)], GROUPS, BLOCK, pad_rows=9, all_logits=True)
@@ -107,7 +140,7 @@ def test_all_logits_names_every_real_row() -> None:
 
 
 def test_a_pool_never_hands_out_the_null_page_and_takes_nothing_when_short() -> None:
-    pool = PagePool("latent", 6)
+    pool = BlockPool("latent", 6)
     pages = pool.allocate(5)
     assert sorted(pages) == [1, 2, 3, 4, 5]
     with pytest.raises(PoolExhausted, match="latent pool has 0 free pages, 1 are wanted"):
@@ -117,7 +150,7 @@ def test_a_pool_never_hands_out_the_null_page_and_takes_nothing_when_short() -> 
 
 
 def test_growth_that_fails_in_one_group_gives_back_what_it_took_in_the_other() -> None:
-    pools = {"latent": PagePool("latent", 10), "index": PagePool("index", 3)}
+    pools = {"latent": BlockPool("latent", 10), "index": BlockPool("index", 3)}
     sequence = Sequence([1] * 12, 12)
     with pytest.raises(PoolExhausted):
         sequence.grow(pools, 12, BLOCK)
@@ -128,7 +161,7 @@ def test_growth_that_fails_in_one_group_gives_back_what_it_took_in_the_other() -
 
 def test_random_growth_and_release_leaks_no_page() -> None:
     rng = random.Random(7)
-    pools = {"latent": PagePool("latent", 40), "index": PagePool("index", 30)}
+    pools = {"latent": BlockPool("latent", 40), "index": BlockPool("index", 30)}
     alive: list[Sequence] = []
     for _ in range(1000):
         if alive and rng.random() < 0.4:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,9 @@ def test_each_shape_is_compared(
     tensors = make_headers(spec, quantised)
     for name, info in tensors.items():
         wrong = [(*info.shape[:-1], info.shape[-1] + 1), (info.shape[0] + 1, *info.shape[1:])]
-        wrong += [(*info.shape, 1), ()]
+        wrong.append((*info.shape, 1))
+        if not name.endswith("_scale"):  # one number is a scale of the whole matrix
+            wrong.append(())
         if len(info.shape) == 2 and info.shape[0] != info.shape[1]:
             wrong.append(info.shape[::-1])
         for shape in wrong:
@@ -147,7 +150,7 @@ REASONS = [
     ("layers.1.feed_forward.w1.weight", (384, 128), "layer 1 is a MoE layer"),
     ("layers.1.gate.bias", (3,), "load-balancing bias is not supported"),
     ("layers.3.attention.rope_freqs", (32,), "layer 3 is a NoPE layer"),
-    ("layers.1.attention.kv_fake_quantizer.qscale_act", (), "quantised KV cache are not supported"),
+    ("layers.1.attention.kv_fake_quantizer.qscale_act", (4,), "only a single number, qscale_act"),
     ("layers.1.attention.wq.bias", (384,), ""),
     ("layers.1.attention_norm.bias", (128,), ""),
     ("layers.1.attention_norm.weight_scale", (1, 1), ""),
@@ -252,54 +255,106 @@ def test_other_parts_need_their_block(
     assert report.nbytes == sum(info.nbytes for info in tensors.values()) - 98
 
 
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_the_encoder_of_hugging_face_is_left_unread(
+    prefix: str, make_headers: MakeHeaders, make_info: MakeInfo
+) -> None:
+    spec = build_model_spec(PRESETS["micro"].params())
+    tensors = make_headers(spec)
+    for name in ("vision_tower.ln_pre.weight", "multi_modal_projector.linear_1.weight"):
+        tensors[prefix + name] = make_info(prefix + name, "BF16", (7, 7))
+    assert "params.json has no vision_config block" in refusal(tensors, spec)
+    seen = replace(spec, extras={**spec.extras, "vision_config": {}})
+    (note,) = check(tensors, seen).notes
+    assert note == "unused part: Hugging Face vision encoder, 2 tensors"
+
+
 # Number formats. Each is (tensors to put in place of w2 of expert 1 in layer 1, what is said).
 WEIGHT = "layers.1.experts.1.w2"
 SHAPE = (128, 256)
 FORMATS: dict[str, tuple[dict[str, tuple[str, tuple[int, ...]]], str]] = {
-    "per tensor": (
-        {"weight": ("F8_E4M3", SHAPE), "qscale_weight": ("F32", ())},
-        f"{WEIGHT}.weight, {WEIGHT}.qscale_weight: FP8 with one scale a matrix, not supported by "
-        "this loader yet",
-    ),
-    "per tensor, other name": (
-        {"weight": ("F8_E4M3", SHAPE), "weight_scale": ("F32", (1,))},
-        "FP8 with one scale a matrix, not supported",
+    "scale of a tensor, not one number": (
+        {"weight": ("F8_E4M3", SHAPE), "qscale_weight": ("F32", (1, 2))},
+        f"{WEIGHT}.qscale_weight: [1, 2], wanted [], one scale",
     ),
     "per row": (
         {"weight": ("F8_E4M3", SHAPE), "weight_scale": ("F32", (128, 1))},
         f"{WEIGHT}.weight, {WEIGHT}.weight_scale: FP8 with a scale a row, not supported",
     ),
-    "fixed activation scale": (
+    "fixed activation scale by block": (
         {
             "weight": ("F8_E4M3", SHAPE),
             "weight_scale": ("F32", (1, 2)),
+            "input_scale": ("F32", (2,)),
+        },
+        f"{WEIGHT}.input_scale: [2], wanted [] or [1]",
+    ),
+    "two activation scales": (
+        {
+            "weight": ("F8_E4M3", SHAPE),
+            "qscale_weight": ("F32", ()),
+            "qscale_act": ("F32", ()),
             "input_scale": ("F32", ()),
         },
-        f"{WEIGHT}.input_scale: a fixed activation scale, not supported",
+        f"{WEIGHT}.input_scale and {WEIGHT}.qscale_act: two scales of one matrix",
     ),
-    "nvfp4": (
-        {
-            "weight_packed": ("U8", (128, 128)),
-            "weight_scale": ("F8_E4M3", (128, 16)),
-            "weight_global_scale": ("F32", (1,)),
-        },
-        f"{WEIGHT}.weight_packed: NVFP4 weights, not supported by this loader yet",
+    "packed and not": (
+        {"weight": ("BF16", SHAPE), "weight_packed": ("U8", (128, 128))},
+        f"{WEIGHT}.weight and {WEIGHT}.weight_packed: two tensors of values for one matrix",
     ),
-    "nvfp4, ModelOpt": (
+    "packed in words": (
+        {"weight_packed": ("I32", (128, 32)), "weight_scale": ("BF16", (128, 8))},
+        f"{WEIGHT}.weight_packed: dtype I32, not supported",
+    ),
+    "nvfp4 without global scale": (
+        {"weight_packed": ("U8", (128, 128)), "weight_scale": ("F8_E4M3", (128, 16))},
+        f"{WEIGHT}.weight_global_scale or {WEIGHT}.weight_scale_2, the global scale of NVFP4",
+    ),
+    "nvfp4 with two global scales": (
         {
             "weight": ("U8", (128, 128)),
             "weight_scale": ("F8_E4M3", (128, 16)),
             "weight_scale_2": ("F32", ()),
+            "weight_global_scale": ("F32", ()),
         },
-        f"{WEIGHT}.weight: NVFP4 weights, not supported",
+        f"{WEIGHT}.weight_global_scale and {WEIGHT}.weight_scale_2: two scales of one matrix",
     ),
-    "mxfp4": (
-        {"weight": ("U8", (128, 128)), "weight_scale": ("U8", (128, 8))},
-        f"{WEIGHT}.weight: MXFP4 weights, not supported",
+    "nvfp4 with groups of 32": (
+        {
+            "weight_packed": ("U8", (128, 128)),
+            "weight_scale": ("F8_E4M3", (128, 8)),
+            "weight_global_scale": ("F32", (1,)),
+        },
+        f"{WEIGHT}.weight_scale: [128, 8], wanted [128, 16]: one scale for each 16 of 128 x 256 "
+        "values of NVFP4",
     ),
-    "packed": (
-        {"weight_packed": ("U8", (128, 128)), "weight_scale": ("U8", (128, 8))},
-        f"{WEIGHT}.weight_packed: packed 4-bit weights, not supported",
+    "nvfp4 of another width": (
+        {
+            "weight_packed": ("U8", (128, 64)),
+            "weight_scale": ("F8_E4M3", (128, 8)),
+            "weight_global_scale": ("F32", (1,)),
+        },
+        f"{WEIGHT}.weight_packed: [128, 64] of [128, 128] values, wanted [128, 256]",
+    ),
+    "nvfp4 without scales": (
+        {"weight_packed": ("U8", (128, 128)), "weight_global_scale": ("F32", (1,))},
+        f"{WEIGHT}.weight_scale, the scales of {WEIGHT}.weight_packed",
+    ),
+    "mxfp4 with groups of 16": (
+        {"weight": ("U8", (128, 128)), "weight_scale": ("U8", (128, 16))},
+        f"{WEIGHT}.weight_scale: [128, 16], wanted [128, 8]: one scale for each 32",
+    ),
+    "mxfp4 with scales in floats": (
+        {"weight": ("U8", (128, 128)), "weight_scale": ("F32", (128, 8))},
+        f"{WEIGHT}.weight_scale: dtype F32; scales must be one of U8, F8_E8M0",
+    ),
+    "part of another format": (
+        {
+            "weight": ("U8", (128, 128)),
+            "weight_scale": ("U8", (128, 8)),
+            "weight_scale_inv": ("U8", (128, 8)),
+        },
+        f"{WEIGHT}.weight_scale_inv: no part of MXFP4",
     ),
     "bytes alone": ({"weight": ("U8", SHAPE)}, f"{WEIGHT}.weight: dtype U8, not supported"),
     "other float8": ({"weight": ("F8_E5M2", SHAPE)}, "dtype F8_E5M2, not supported"),
@@ -426,10 +481,9 @@ def test_table_without_tensors(bf16_folder: Path, spec: ModelSpec) -> None:
     assert load_model_spec(checkpoint).layers == spec.layers
 
 
-def test_other_formats_of_params(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(tmp_path, {}, hf_config={"model_type": "mistral4"})
-    with pytest.raises(CheckpointError, match=r"no params\.json; .*config\.json.* can't be loaded"):
-        load_model_spec(checkpoint)
+def test_neither_params_nor_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither params\.json nor config\.json"):
+        load_model_spec(Checkpoint(tmp_path, {}))
 
 
 def test_faults_of_params_name_the_folder(bf16_folder: Path) -> None:

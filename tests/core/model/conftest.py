@@ -79,7 +79,7 @@ def make_rig(checkpoint: Path) -> MakeRig:
         kv: str = "fp32",
         index: str = "fp32",
         dtype: str = "float32",
-        form: str = "absorbed",
+        form: str = "auto",
         block_size: int = 16,
         tokens: int = 512,
         folder: Path = checkpoint,

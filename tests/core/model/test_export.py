@@ -27,7 +27,7 @@ class Step(torch.nn.Module):
     ("kind", "kv", "index", "form"),
     [
         ("decode", "fp32", "fp32", "absorbed"),
-        ("prefill", "fp32", "fp32", "absorbed"),
+        ("prefill", "fp32", "fp32", "auto"),
         ("decode", "fp8_ds_mla", "planar_f32", "absorbed"),
         ("prefill", "bf16", "tiled16_f32", "unabsorbed"),
     ],

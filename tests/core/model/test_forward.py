@@ -45,7 +45,11 @@ def test_chunked_prefill_equals_whole(rig, prompt, whole, chunks):
 def test_page_permutation_changes_nothing(make_rig, prompt, whole):
     rig = make_rig()
     for group, pool in rig.runner.pools.items():
-        random.Random(group).shuffle(pool._free)
+        # Pages come back, and go out again, in an order of their own.
+        pages = pool.allocate(pool.free_pages)
+        random.Random(group).shuffle(pages)
+        pool.release(pages)
+        assert pool.allocate(3) != [1, 2, 3]
     assert torch.equal(rig.logits(prompt(LENGTH)), whole)
 
 
@@ -54,8 +58,9 @@ def test_block_size_changes_nothing(make_rig, prompt, whole, block_size):
     close(make_rig(block_size=block_size).logits(prompt(LENGTH), 100, 50), whole)
 
 
-def test_unabsorbed_equals_absorbed(make_rig, prompt, whole):
-    rig = make_rig(form="unabsorbed")
+@pytest.mark.parametrize("form", ["absorbed", "unabsorbed"])
+def test_both_forms_of_attention_give_the_same(make_rig, prompt, whole, form):
+    rig = make_rig(form=form)
     close(rig.logits(prompt(LENGTH)), whole)
     close(rig.logits(prompt(LENGTH), 90, 1), whole)
 
@@ -129,7 +134,8 @@ def test_padding_leaves_no_trace(rig, prompt, kind):
     plain = run()
     padded = run(pad_requests=8, pad_rows=128, pad_pages=24)
     assert padded.taps == plain.taps == ()
-    close(padded.logits, plain.logits, 2e-6)
+    # More rows may take the other form of attention: sums in another order.
+    close(padded.logits, plain.logits)
     assert torch.isfinite(padded.logits).all()
 
 
@@ -192,9 +198,8 @@ def test_quantised_latents_stay_near_and_read_back_alike(make_rig, prompt, whole
     rig = make_rig(kv=kv)
     once = rig.logits(prompt(LENGTH))
     assert 1e-5 < relative(once, whole)[:16].median() < bound
-    # Sums in another order may move a value over an edge of the format, and that moves a selection.
-    again = rig.logits(prompt(LENGTH), 70, 1)
-    assert (relative(again, once) > bound).float().mean() < 0.1
+    again = rig.logits(prompt(LENGTH), 7, 1)
+    assert 1e-5 < relative(again, whole)[:16].median() < bound
 
 
 @pytest.mark.parametrize("index", ["planar_f32", "tiled16_f32"])

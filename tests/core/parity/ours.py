@@ -31,7 +31,7 @@ from ml4core.engine.runner import ModelRunner
 from ml4core.engine.sequence import Sequence
 from ml4core.engine.step_plan import build_plan
 from ml4core.models.checkpoint import Checkpoint
-from ml4core.models.layer_table import build_model_spec
+from ml4core.models.tensors import load_model_spec
 from ml4core.models.weights import load_layers
 
 Schedule = Callable[[int, int, int], int]
@@ -120,12 +120,11 @@ class Tapped:
 
 
 class Ours:
-    """A checkpoint in Mistral's format, opened as the engine opens one."""
+    """A checkpoint, opened as the engine opens one."""
 
     def __init__(self, folder: Path) -> None:
         self._checkpoint = Checkpoint.open(folder)
-        shapes = {name: (t.dtype, t.shape) for name, t in self._checkpoint.tensors.items()}
-        self.spec = build_model_spec(self._checkpoint.params or {}, shapes, folder.name)
+        self.spec = load_model_spec(self._checkpoint)
 
     def runner(
         self,

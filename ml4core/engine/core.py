@@ -1,0 +1,273 @@
+"""The engine's loop: schedule, run, collect. No text, no threads, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ml4core.api import Fault, FaultError
+from ml4core.engine.batch import BatchState, in_row_order
+from ml4core.engine.errors import RequestError
+from ml4core.engine.intake import Intake
+from ml4core.engine.kv_manager import KVManager
+from ml4core.engine.outputs import EngineStats, FinishReason, SequenceOutput
+from ml4core.engine.request import Request, Status
+from ml4core.engine.sampler_io import SampledToken
+from ml4core.engine.sampling_params import SamplingParams
+from ml4core.engine.scheduler import Scheduler, SchedulerConfig, Work
+from ml4core.engine.step_input import assemble
+from ml4core.engine.steps import StepHandle, StepRunner
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was launched.
+
+    Attributes:
+        draws: which draw of the result is whose, by ``Request.order``.
+        prompts: the work whose prompt the result reports on.
+    """
+
+    handle: StepHandle
+    work: list[Work]
+    draws: Mapping[int, int]
+    prompts: list[Work]
+
+
+class EngineCore:
+    """Continuous batching over a step runner.
+
+    With ``overlap`` one step stays in flight: the next one is scheduled and launched before the
+    tokens of the last are looked at. Without, each call of ``step`` runs one step to its end.
+    Not thread-safe.
+
+    Attributes:
+        fault: why the engine has stopped; None while it serves.
+        cause: the exception behind the fault, if there was one.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        kv: KVManager,
+        config: SchedulerConfig,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        overlap: bool = False,
+    ) -> None:
+        self.kv = kv
+        self.scheduler = Scheduler(config, kv)
+        self.overlap = overlap
+        self.fault: Fault | None = None
+        self.cause: BaseException | None = None
+        self._runner = runner
+        self._intake = Intake(
+            kv,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            eos_ids=eos_ids,
+            seed=seed,
+        )
+        groups = [group.name for group in kv.groups]
+        self._batch = BatchState(config.max_num_seqs, groups, kv.block_size, device)
+        self._open: dict[str, list[Request]] = {}
+        self._flight: _Flight | None = None
+        self._ended: list[SequenceOutput] = []
+        self._steps = self._prompt_tokens = self._output_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to do or to tell."""
+        return bool(self._ended or self._flight or self.scheduler.has_requests)
+
+    def check(self, name: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises ``RequestError`` for what can't be served even alone. Messages call the prompt
+        ``name``.
+        """
+        self._intake.check(name, prompt_ids, params)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        arrival: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues a request: ``params.n`` sequences of one prompt.
+
+        Args:
+            arrival: seconds of a monotonic clock; None is now.
+            priority: lower is sooner, where the policy looks at it.
+            cache_salt: only requests with the same salt share cached prefixes.
+
+        Raises ``RequestError`` for what can't be served, and then takes nothing; ``FaultError``
+        once the engine has stopped.
+        """
+        if self.fault is not None:
+            raise FaultError(self.fault)
+        if request_id in self._open:
+            raise RequestError("request id", request_id, "an id that no open request has")
+        self._intake.check("prompt", prompt_ids, params)
+        self._open[request_id] = sequences = self._intake.sequences(
+            request_id,
+            prompt_ids,
+            params,
+            arrival=arrival,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or one of its sequences. The next ``step`` tells so. Does nothing for
+        what isn't open.
+        """
+        chosen = [r for r in self._open.get(request_id, ()) if index in (None, r.index)]
+        self._finish(chosen, Status.FINISHED_ABORT)
+        self._ended += [_output(request, None, "abort") for request in chosen]
+
+    def step(self) -> list[SequenceOutput]:
+        """Runs a step, or starts one and finishes the one before; returns what became known.
+
+        Once a step fails nothing of it leaves: every open request ends with ``error`` and
+        ``fault`` says why. Later calls raise ``FaultError``.
+        """
+        if self.fault is not None:
+            raise FaultError(self.fault)
+        try:
+            due, self._flight = self._flight, self._launch()
+            if not self.overlap:
+                due, self._flight = self._flight, None
+            outputs = self._collect(due) if due is not None else []
+        except FaultError as error:
+            outputs = self._stop(error.fault, error.__cause__)
+        except Exception as error:  # what the device has done is unknown
+            fault = Fault("exception", f"{type(error).__name__}: {error}", self._steps)
+            outputs = self._stop(fault, error)
+        ended, self._ended = self._ended, []
+        return ended + outputs
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix; False, and nothing done, while requests hold pages."""
+        return self.kv.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        counts = self.kv.counts
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            steps=self._steps,
+            preemptions=self.scheduler.preemptions,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            usage=self.kv.usage(),
+            cache_queries={name: one.queries for name, one in counts.items()},
+            cache_hits={name: one.hits for name, one in counts.items()},
+        )
+
+    def _launch(self) -> _Flight | None:
+        """Schedules and starts a step; None if no request can take a row."""
+        schedule = self.scheduler.schedule()
+        batch, before = self._batch, self._flight
+        for request in schedule.preempted:
+            batch.unbind(request)
+        for request in schedule.admitted:
+            batch.bind(request)
+        for request in schedule.grown:
+            batch.sync(request)
+        if not schedule.work:
+            return None
+        self._steps += 1
+        work = in_row_order(schedule.work)
+        made = assemble(batch, work, (before.handle, before.draws) if before else None)
+        self._prompt_tokens += made.prompt_tokens
+        return _Flight(self._runner.launch(made.step), work, made.draws, made.prompts)
+
+    def _collect(self, flight: _Flight) -> list[SequenceOutput]:
+        """Waits for a step and takes its tokens; those of requests that ended since are dropped."""
+        result = flight.handle.result()
+        for item, entries in zip(flight.prompts, result.prompts, strict=True):
+            if not item.stale:
+                item.request.prompt_logprobs += entries
+        tokens = iter(result.tokens)
+        confirm = self.scheduler.confirm
+        outputs: list[SequenceOutput] = []
+        alive: list[Request] = []
+        stopped: list[Request] = []
+        at_limit: list[Request] = []
+        for item in flight.work:
+            token = next(tokens) if item.draws else None
+            if not confirm(item) or token is None:
+                continue
+            request = item.request
+            request.append(token.token_id)
+            reason: FinishReason | None = None
+            if token.token_id in request.stop_ids and _may_stop(request):
+                reason = "stop"
+                stopped.append(request)
+            elif request.num_tokens >= request.limit:
+                reason = "length"
+                at_limit.append(request)
+            else:
+                alive.append(request)
+            outputs.append(_output(request, token, reason))
+        self._output_tokens += len(outputs)
+        self._batch.append(alive)
+        self._finish(stopped, Status.FINISHED_STOP)
+        self._finish(at_limit, Status.FINISHED_LENGTH)
+        return outputs
+
+    def _finish(self, requests: Sequence[Request], status: Status) -> None:
+        """Ends open sequences and gives back what they hold."""
+        if not requests:
+            return
+        self.scheduler.finish(requests, status)
+        for request in requests:
+            self._batch.unbind(request)
+            rest = [other for other in self._open[request.id] if other is not request]
+            if rest:
+                self._open[request.id] = rest
+            else:
+                del self._open[request.id]
+
+    def _stop(self, fault: Fault, cause: BaseException | None) -> list[SequenceOutput]:
+        self.fault, self.cause = fault, cause
+        self._flight = None
+        requests = [request for sequences in self._open.values() for request in sequences]
+        self._finish(requests, Status.FINISHED_ERROR)
+        return [_output(request, None, "error") for request in requests]
+
+
+def _may_stop(request: Request) -> bool:
+    return len(request.output_ids) >= request.params.min_tokens
+
+
+def _output(
+    request: Request, token: SampledToken | None, reason: FinishReason | None
+) -> SequenceOutput:
+    params, made = request.params, len(request.output_ids)
+    prompt = None
+    if made == 1 and token is not None and request.index == 0:
+        prompt = None if params.prompt_logprobs is None else [None, *request.prompt_logprobs]
+    return SequenceOutput(
+        request.id,
+        request.index,
+        [] if token is None else [token.token_id],
+        reason,
+        len(request.prompt_ids),
+        request.num_cached_tokens or 0,
+        made,
+        None if token is None or params.logprobs is None else [token.logprobs],
+        prompt,
+    )

@@ -1,0 +1,235 @@
+"""Which rows of which requests the next step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from ml4core.engine.kv_manager import KVManager
+from ml4core.engine.request import Request, Status
+from ml4core.engine.request_queue import FcfsQueue, PriorityRequestQueue, RequestQueue, rank
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step, and policies.
+
+    Attributes:
+        max_num_batched_tokens: rows of a step at most.
+        long_prefill_token_threshold: rows of one request at most; 0 for no such limit.
+        reserve_full: admit a request only if all of its tokens would fit now, not its first chunk
+            alone: else requests admitted together preempt each other half way.
+        lookahead: tokens beyond a step's rows that need room, as drafts do.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    long_prefill_token_threshold: int = 0
+    reserve_full: bool = True
+    lookahead: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs is {self.max_num_seqs}; it must be 1 or more")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; each of "
+                f"{self.max_num_seqs} sequences needs a row a step"
+            )
+        if self.policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy is {self.policy!r}; known: fcfs, priority")
+
+
+class Work(NamedTuple):
+    """A request's rows of one step: tokens ``start`` to ``end``. ``draws``: the last row's logits
+    give its next token. ``epoch``: that of the request when this was scheduled.
+    """
+
+    request: Request
+    start: int
+    end: int
+    draws: bool
+    epoch: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
+
+    @property
+    def stale(self) -> bool:
+        """Whether the request has ended or been preempted since."""
+        return self.request.epoch != self.epoch
+
+
+@dataclass
+class Schedule:
+    """One step, and what changed to make it possible.
+
+    Attributes:
+        preempted: lost their pages; they wait again.
+        admitted: began or resumed.
+        grown: running before, and their page tables changed.
+    """
+
+    work: list[Work] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    grown: list[Request] = field(default_factory=list)
+
+
+class Scheduler:
+    """There are no phases: each step gives each request some rows toward the tokens that it has.
+
+    A request of which all tokens but the last are computed is a decode; one that has more to
+    compute is a prefill, whether it is new, cut into chunks, or resumed after a preemption with its
+    output beside its prompt.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
+        self.config = config
+        self.kv = kv
+        self.running: list[Request] = []
+        self.waiting: RequestQueue = (
+            PriorityRequestQueue() if config.policy == "priority" else FcfsQueue()
+        )
+        self.preemptions = 0
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.running) or len(self.waiting) > 0
+
+    def add(self, request: Request) -> None:
+        request.status = Status.WAITING
+        self.waiting.add(request)
+
+    def schedule(self) -> Schedule:
+        """The next step. Its ``work`` is empty if no request can take a row."""
+        step = Schedule()
+        budget = self._schedule_running(step, self.config.max_num_batched_tokens)
+        if not step.preempted:  # what was preempted would be admitted again at once
+            self._admit(step, budget)
+        for work in step.work:
+            request = work.request
+            request.num_computed = work.end
+            if work.draws:
+                request.num_placeholders += 1
+        return step
+
+    def confirm(self, work: Work) -> bool:
+        """Takes note that a step has run; False if its result is void."""
+        request = work.request
+        if request.epoch != work.epoch:
+            return False
+        request.num_confirmed = work.end
+        if work.draws:
+            request.num_placeholders -= 1
+        if self.kv.caching:
+            self.kv.cache(request)
+        return True
+
+    def finish(self, requests: Iterable[Request], status: Status) -> None:
+        """Ends requests, waiting or running, and gives their pages back. Results of theirs that
+        are in flight become void. A step in flight may still write to these pages: steps run in
+        order, so whoever takes them next writes later.
+        """
+        left = False
+        for request in requests:
+            if request.status is Status.RUNNING:
+                left = True
+            elif not request.status.finished:
+                self.waiting.remove(request)
+            else:
+                continue
+            self._release(request, status)
+        if left:
+            self.running = [r for r in self.running if r.status is Status.RUNNING]
+
+    def _schedule_running(self, step: Schedule, budget: int) -> int:
+        most = self.config.long_prefill_token_threshold or budget
+        ahead = self.config.lookahead
+        work = step.work
+        for request in tuple(self.running):
+            if budget < 1:
+                break
+            start = request.num_computed
+            total = request.num_tokens + request.num_placeholders
+            rows = min(total - start, most, budget)
+            if rows < 1 or total >= request.limit:  # the token that ends it is in flight
+                continue
+            if request.status is not Status.RUNNING:  # preempted for one before it
+                continue
+            if start + rows + ahead > request.capacity:
+                gone = len(step.preempted)
+                if not self._make_room(step, request, rows):
+                    continue
+                if len(step.preempted) > gone:  # one that had its rows may be among them
+                    budget = self.config.max_num_batched_tokens - sum(w.rows for w in work)
+                step.grown.append(request)
+            work.append(Work(request, start, start + rows, start + rows == total, request.epoch))
+            budget -= rows
+        return budget
+
+    def _make_room(self, step: Schedule, request: Request, rows: int) -> bool:
+        """Preempts others until the request's rows fit; False if it had to go itself."""
+        lookahead = self._lookahead(request, request.num_computed + rows)
+        while not self.kv.allocate(request, rows, lookahead=lookahead):
+            victim = (
+                max(self.running, key=rank)
+                if self.config.policy == "priority"
+                else self.running[-1]
+            )
+            self._preempt(step, victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, step: Schedule, victim: Request) -> None:
+        """Takes a request's pages; it waits, and will compute prompt and output again."""
+        self.running.remove(victim)
+        step.work[:] = [work for work in step.work if work.request is not victim]
+        step.grown[:] = [request for request in step.grown if request is not victim]
+        self._release(victim, Status.PREEMPTED)
+        self.waiting.put_back(victim)
+        self.preemptions += 1
+        step.preempted.append(victim)
+
+    def _admit(self, step: Schedule, budget: int) -> None:
+        config = self.config
+        most = config.long_prefill_token_threshold or budget
+        while len(self.waiting) and budget > 0 and len(self.running) < config.max_num_seqs:
+            request = self.waiting.first()
+            hit = self.kv.find_hit(request)
+            rows = min(request.num_tokens - hit.tokens, most, budget)
+            if config.reserve_full:
+                # And one token more, or it could be preempted before it has drawn another.
+                tokens = min(request.num_tokens + 1 + config.lookahead, request.limit - 1)
+                owed = [r for r in self.running if r.capacity < r.num_tokens]
+                if not self.kv.fits(request, tokens, hit, owed):
+                    return
+            lookahead = self._lookahead(request, hit.tokens + rows)
+            if not self.kv.allocate(request, rows, hit, lookahead=lookahead):
+                return
+            self.waiting.remove(request)
+            self.running.append(request)
+            self.kv.count(request, hit)
+            request.status = Status.RUNNING
+            request.num_confirmed = request.num_computed = hit.tokens
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = hit.tokens
+            step.admitted.append(request)
+            end = hit.tokens + rows
+            draws = end == request.num_tokens
+            step.work.append(Work(request, hit.tokens, end, draws, request.epoch))
+            budget -= rows
+
+    def _lookahead(self, request: Request, end: int) -> int:
+        """No token from the limit on will ever need a key."""
+        return max(0, min(self.config.lookahead, request.limit - 1 - end))
+
+    def _release(self, request: Request, status: Status) -> None:
+        self.kv.free(request)
+        request.status = status
+        request.epoch += 1
+        request.num_computed = request.num_confirmed = request.num_placeholders = 0

@@ -1,0 +1,1 @@
+"""What fits: weights, caches and tokens of a deployment, with no device."""

@@ -1,0 +1,80 @@
+"""A model with its tokenizer, ready to take text."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ml4core.engine.args import FLAGS, EngineArgs
+from ml4core.engine.backend_choice import choose_backend
+from ml4core.serving.tokenizer import Tokenizer, find_tokenizer
+
+if TYPE_CHECKING:
+    from ml4core.engine.llm import Engine
+
+MIN_ROOM = 2048
+"""Tokens of cache for each sequence that may run, where the context is that long."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """``args``: with the model as a local folder."""
+
+    args: EngineArgs
+    tokenizer: Tokenizer
+    engine: Engine
+
+
+def make_args(model: str, backend: str, flags: dict[str, Any]) -> EngineArgs:
+    """Raises ``TypeError`` for a flag that isn't one, ``ArgumentsError`` for all bad values."""
+    for name in flags:
+        if name not in FLAGS:
+            near = difflib.get_close_matches(name, FLAGS, 1)
+            hint = f"did you mean {near[0]}?" if near else "see ml4core.engine.args.EngineArgs"
+            raise TypeError(f"{name}={flags[name]!r}: no such flag; {hint}")
+    return EngineArgs(model, backend=backend, **flags)
+
+
+def open_tokenizer(args: EngineArgs) -> tuple[EngineArgs, Tokenizer, int]:
+    """The tokenizer, and the model's vocabulary size; ``args`` then name a local folder."""
+    from ml4core.models.checkpoint import Checkpoint
+    from ml4core.models.hub import resolve_model
+    from ml4core.models.tensors import load_model_spec
+
+    folder = resolve_model(args.model, args.revision, args.download_dir)
+    spec = load_model_spec(Checkpoint.open(folder))
+    tokenizer = Tokenizer.load(find_tokenizer(folder, args.tokenizer))
+    tokenizer.check_vocab(spec.vocab_size)
+    return dataclasses.replace(args, model=str(folder), revision=None), tokenizer, spec.vocab_size
+
+
+def open_for_any(args: EngineArgs) -> Opened:
+    """Opens for requests that are not known yet.
+
+    Without ``kv_cache_memory_bytes`` the caches hold one whole context, or ``MIN_ROOM`` tokens for
+    each of ``max_num_seqs`` sequences, whichever is more; sequences share them as they need.
+
+    Raises as ``open_engine`` does.
+    """
+    from ml4core.engine.llm import open_engine  # imports torch
+    from ml4core.models.checkpoint import Checkpoint
+    from ml4core.models.tensors import load_model_spec
+
+    choice = choose_backend(args)
+    args, tokenizer, _ = open_tokenizer(args)
+    spec = load_model_spec(Checkpoint.open(args.model))
+    sequences = args.max_num_seqs
+    if sequences is None:
+        sequences = int(choice.capabilities.defaults.get("max_num_seqs", "16"))
+        sequences = min(sequences, args.max_num_batched_tokens or sequences)
+    context = args.max_model_len or spec.max_position
+    engine = open_engine(
+        args,
+        choice=choice,
+        sequences=sequences,
+        tokens_each=min(context, max(MIN_ROOM, -(-context // sequences))),
+        eos_ids=frozenset({tokenizer.eos_id}),
+    )
+    return Opened(args, tokenizer, engine)

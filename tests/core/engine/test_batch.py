@@ -1,0 +1,161 @@
+"""Plans gathered from slots equal those that `build_plan` makes of sequences."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ml4core.api import StepPlan
+from ml4core.engine.batch import BatchState, Pads, in_row_order
+from ml4core.engine.request import Request
+from ml4core.engine.sampling_params import SamplingParams
+from ml4core.engine.scheduler import Work
+from ml4core.engine.sequence import Sequence
+from ml4core.engine.step_plan import build_plan
+
+BLOCK = 4
+GROUPS = ("latent", "index")
+
+
+def assert_equal(ours: StepPlan, reference: StepPlan) -> None:
+    assert ours.shape == reference.shape
+    for name in (
+        "token_ids",
+        "positions",
+        "row_request",
+        "query_start",
+        "visible",
+        "logits_indices",
+    ):
+        mine, theirs = getattr(ours, name), getattr(reference, name)
+        assert mine.dtype == theirs.dtype, name
+        assert torch.equal(mine, theirs), name
+    for name in ("block_tables", "slots"):
+        mine, theirs = getattr(ours, name), getattr(reference, name)
+        assert mine.keys() == theirs.keys()
+        for group in mine:
+            assert mine[group].dtype == theirs[group].dtype, (name, group)
+            assert torch.equal(mine[group], theirs[group]), (name, group)
+
+
+class Batch:
+    """Requests with random pages, some of them null in front, bound to slots."""
+
+    def __init__(self, rng: random.Random, slots: int) -> None:
+        self.rng = rng
+        self.state = BatchState(slots, GROUPS, BLOCK, "cpu")
+        self.next_page = {group: 1 for group in GROUPS}
+        self.requests: list[Request] = []
+
+    def add(self, tokens: int) -> None:
+        ids = [self.rng.randrange(5000) for _ in range(tokens)]
+        made = Request("r", ids, SamplingParams(), limit=10_000)
+        made.num_computed = self.rng.randrange(tokens)
+        self.grow(made, tokens + self.rng.randrange(20))
+        if self.rng.random() < 0.3:
+            self.pass_window(made)
+        self.state.bind(made)
+        self.requests.append(made)
+
+    def pass_window(self, made: Request) -> None:
+        passed = self.rng.randint(0, made.num_computed // BLOCK)
+        for block in range(passed):
+            made.pages["index"][block] = 0
+
+    def grow(self, made: Request, tokens: int) -> None:
+        for group in GROUPS:
+            pages = made.pages.setdefault(group, [])
+            while len(pages) * BLOCK < tokens:
+                pages.append(self.next_page[group])
+                self.next_page[group] += self.rng.randint(1, 3)
+
+    def work(self, verify_rows: int) -> list[Work]:
+        work = []
+        for made in self.rng.sample(self.requests, self.rng.randint(1, len(self.requests))):
+            left = made.num_tokens - made.num_computed
+            choices = [1, self.rng.randint(1, left), min(left, verify_rows or 1)]
+            end = made.num_computed + self.rng.choice(choices)
+            work.append(Work(made, made.num_computed, end, end == made.num_tokens, 0))
+        return work
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_mixes_equal_the_reference(seed: int) -> None:
+    rng = random.Random(seed)
+    batch = Batch(rng, slots=12)
+    for _ in range(12):
+        if not batch.requests or (len(batch.requests) < 12 and rng.random() < 0.8):
+            batch.add(rng.choice([1, 2, 5, 30, 1500]))
+        if len(batch.requests) > 1 and rng.random() < 0.2:
+            batch.state.unbind(batch.requests.pop(rng.randrange(len(batch.requests))))
+        verify = rng.choice([0, 3])
+        pad = rng.choice([0, rng.randint(1, 14)])
+        every = rng.random() < 0.3
+        pads = Pads(pad, pad * 5, pad * 2, pad)
+        work = in_row_order(batch.work(verify), verify)
+        ours = batch.state.build(
+            work,
+            verify_rows=verify,
+            pads=pads,
+            every_row=range(len(work)) if every else (),
+        )
+        sequences = [
+            (Sequence(w.request.token_ids, 1, w.start, w.request.pages), w.rows) for w in work
+        ]
+        reference = build_plan(
+            sequences,
+            GROUPS,
+            BLOCK,
+            verify_rows=verify,
+            pad_requests=pads.requests,
+            pad_rows=pads.rows,
+            pad_pages=pads.pages,
+            pad_logits=pads.logits,
+            all_logits=every,
+        )
+        assert_equal(ours, reference)
+        # A step: what was computed counts, drawn tokens come, pages grow, windows pass.
+        alive = []
+        for w in work:
+            w.request.num_computed = w.end
+            if w.draws:
+                w.request.append(rng.randrange(5000))
+                alive.append(w.request)
+        batch.state.append(alive)
+        for made in batch.requests:
+            if rng.random() < 0.5:
+                batch.grow(made, made.num_tokens + 9)
+                batch.pass_window(made)
+                batch.state.sync(made)
+            else:
+                batch.grow(made, made.num_tokens)
+                batch.state.sync(made)
+
+
+def test_logits_of_every_row_of_some_requests() -> None:
+    batch = Batch(random.Random(3), slots=3)
+    for _ in range(3):
+        batch.add(9)
+    rows = [1, 4, 3]
+    work = [
+        Work(made, 0, count, False, 0) for made, count in zip(batch.requests, rows, strict=True)
+    ]
+    ordered = in_row_order(work)
+    assert [w.rows for w in ordered] == [1, 3, 4]
+    plan = batch.state.build(ordered, every_row=[1])
+    assert plan.logits_indices.tolist() == [0, 1, 2, 3, 7]
+    assert plan.shape.logits == 5
+
+
+def test_a_slot_that_is_used_again_shows_nothing_of_its_last_request() -> None:
+    batch = Batch(random.Random(5), slots=1)
+    batch.add(60)
+    batch.state.unbind(batch.requests.pop())
+    batch.add(3)
+    (made,) = batch.requests
+    work = [Work(made, made.num_computed, made.num_tokens, True, 0)]
+    plan = batch.state.build(work, pads=Pads(pages=30))
+    pages = made.pages["latent"]
+    assert plan.block_tables["latent"].tolist() == [pages + [0] * (30 - len(pages))]

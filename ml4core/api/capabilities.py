@@ -7,7 +7,7 @@ A word is ``prefix:name``. Undeclared means no. Only ``kv:x-<dist>/<name>`` and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -46,6 +46,13 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 VOCABULARY: frozenset[str] = frozenset(
     f"{prefix}:{name}" for prefix, names in _NAMES.items() for name in names
 )
+_DEFAULTS: Mapping[str, str] = MappingProxyType(
+    {"kv": "kv:", "fp8": "kv:", "index": "index:", "dtype": "", "block_size": ""}
+    | {"max_num_seqs": "", "max_num_batched_tokens": ""}
+)
+"""Keys of ``Capabilities.defaults``, and the prefix of the words that are their values."""
+_LIMITS = ("max_topk", "max_heads", "max_verify_rows")
+_DTYPES = ("float32", "bfloat16")
 _PRIVATE = re.compile(r"(kv|index):x-[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -72,8 +79,11 @@ class Capabilities:
             for ``--kv-cache-dtype auto``), ``fp8`` (layout for ``fp8`` and ``fp8_e4m3``), ``index``
             (index key layout), ``block_size`` (tokens a page), ``max_num_seqs`` and
             ``max_num_batched_tokens`` (sequences and rows of a step at most).
-        limits: upper bounds as integers, e.g. ``max_topk``, ``max_heads``, ``max_verify_rows``;
-            absent means none.
+        limits: upper bounds, 1 or above, of what it serves: ``max_topk`` (index top-k),
+            ``max_heads`` (query heads), ``max_verify_rows`` (rows of a verify window); absent means
+            none.
+
+    Raises ``ValueError`` for words, keys or values that mean nothing.
     """
 
     features: frozenset[str]
@@ -82,7 +92,11 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", check_words(self.features))
-        object.__setattr__(self, "defaults", MappingProxyType(dict(self.defaults)))
+        defaults = {key: str(value) for key, value in self.defaults.items()}
+        problems = [*_default_problems(defaults), *_limit_problems(self.limits)]
+        if problems:
+            raise ValueError("; ".join(problems))
+        object.__setattr__(self, "defaults", MappingProxyType(defaults))
         object.__setattr__(self, "limits", MappingProxyType(dict(self.limits)))
 
     def __contains__(self, word: str) -> bool:
@@ -112,3 +126,28 @@ class Capabilities:
             "defaults": dict(self.defaults),
             "limits": dict(self.limits),
         }
+
+
+def _default_problems(defaults: Mapping[str, str]) -> Iterator[str]:
+    for key, value in defaults.items():
+        prefix = _DEFAULTS.get(key)
+        if prefix is None:
+            yield f"unknown default {key!r}; known are {', '.join(_DEFAULTS)}"
+        elif prefix:
+            word = prefix + value
+            if word not in VOCABULARY and not _PRIVATE.fullmatch(word):
+                known = ", ".join(_NAMES[prefix[:-1]])
+                yield f"default {key!r} is {value!r}, and there is no word {word}; works: {known}"
+        elif key == "dtype":
+            if value not in _DTYPES:
+                yield f"default 'dtype' is {value!r}; works: {' or '.join(_DTYPES)}"
+        elif not re.fullmatch(r"[1-9][0-9]{0,9}", value):
+            yield f"default {key!r} is {value!r}; works: a whole number from 1"
+
+
+def _limit_problems(limits: Mapping[str, int]) -> Iterator[str]:
+    for name, value in limits.items():
+        if name not in _LIMITS:
+            yield f"unknown limit {name!r}; known are {', '.join(_LIMITS)}"
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            yield f"limit {name!r} is {value!r}; works: a whole number from 1"

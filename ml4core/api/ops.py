@@ -362,8 +362,8 @@ _TABLE = (
         ),
         (_i64("ids", "T"),),
         "Temperature 0: the largest logit, ties to the lowest id. Above: a draw from "
-        "softmax(logits / temperature) by noise that "
-        "depends on (seed, position) alone, never on the batch.",
+        "softmax(logits / temperature) by noise that depends on (seed, position) alone, never on "
+        "the batch. A position is that of the row whose logits these are.",
         corners=("temperature 0", "tie", "-inf logits", "same seed, other batch"),
     ),
     OpSpec(

@@ -19,6 +19,7 @@ from ml4core.cli import (
     output,
     plan,
     quantize,
+    streams,
 )
 from ml4core.cli.commands import CommandGroup
 from ml4core.cli.engine_options import EngineCommand, with_engine_flags
@@ -27,16 +28,18 @@ from ml4core.cli.sampling_options import with_sampling_options
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line; returns the exit code."""
-    output.prepare_streams()
-    command = typer.main.get_command(build_app())
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        streams.prepare()
+        command = typer.main.get_command(build_app())
         result = command.main(args=words, prog_name="ml4", standalone_mode=False)
         output.write("")  # what is buffered, while a closed pipe can still be told
     except typer.Exit as error:
         return error.exit_code
     except BaseException as error:
-        return exits.report(error)
+        code = exits.report(error)
+        streams.settle()
+        return code
     return result if isinstance(result, int) else exits.OK
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from typer.core import TyperGroup
 
 from ml4core import __version__
 from ml4core.api import COMMANDS_GROUP
+from ml4core.cli import output
 from ml4core.cli.exits import ERROR, UsageError
 
 BROUGHT_BY: Mapping[str, str] = MappingProxyType(
@@ -113,5 +113,5 @@ def missing(name: str) -> str:
 
 
 def _fail(text: str) -> Any:
-    print(f"error: {text}", file=sys.stderr)
+    output.note(f"error: {text}")
     raise typer.Exit(ERROR)

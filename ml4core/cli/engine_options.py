@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from ml4core.cli import streams
 from ml4core.cli.exits import UsageError
 from ml4core.engine.args import FLAGS, EngineArgs
 from ml4core.engine.flag_spec import Flag
@@ -33,6 +34,10 @@ class EngineCommand(TyperCommand):
                 if not getattr(option, "is_flag", False):
                     valued.update(option.opts)
         return super().parse_args(ctx, list(expand(args, valued, known)))
+
+    def invoke(self, ctx: Any) -> Any:
+        with streams.results_apart():  # plugins are loaded in this process
+            return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Plain sections: names of this length would be cut in a panel's columns."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 
 import typer
 
 from ml4core.api import FaultError, Refused
+from ml4core.cli import output
 from ml4core.engine.errors import ArgumentsError, RequestError
 from ml4core.models.errors import CheckpointError
+from ml4core.registry import lacks_memory
 
 OK = 0
 ERROR = 1
@@ -36,13 +37,13 @@ def report(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else ERROR
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        print("interrupted", file=sys.stderr)
+        output.note("interrupted")
         return INTERRUPTED
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         traceback.print_exception(error)
     code, text = _verdict(error)
     if text:
-        print(f"error: {text}", file=sys.stderr)
+        output.note(f"error: {text}")
     return code
 
 
@@ -61,7 +62,7 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return FAULT, str(error)
     if isinstance(error, CheckpointError | RequestError):
         return ERROR, str(error)
-    if isinstance(error, MemoryError):
+    if lacks_memory(error):
         return ERROR, f"out of memory: {error or 'no further word'}"
     if isinstance(error, OSError):
         name = f"{error.filename}: " if error.filename else ""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ml4core.cli import answers, output
+from ml4core.cli import answers, output, streams
 from ml4core.cli import report as startup
 from ml4core.cli.exits import UsageError
 from ml4core.cli.prompts import Source, read_prompts
@@ -124,7 +123,7 @@ def _run(
     try:
         facts = engine.report() if report else None
         if facts is not None and shape != "object":
-            output.note(startup.text(facts))
+            output.note(startup.text(facts), rendered=True)
         on_text: OnText | None = None
         on_done: OnDone | None = None
         if shape == "stream":
@@ -152,7 +151,7 @@ def _run_jobs(
     """Of several jobs, says on stderr how far they are, and at the end how fast it went."""
     several = len(jobs) > 1
     # Answers that come on the terminal show how far it is, and a bar would stand among them.
-    bar = several and not (on_done is not None and sys.stdout.isatty())
+    bar = several and not (on_done is not None and streams.results().isatty())
     with request_bar(len(jobs), bar) as ended:
 
         def done(place: int, one: RequestOutput) -> None:

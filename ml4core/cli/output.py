@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
 
 import typer
@@ -16,52 +15,91 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from ml4core.cli import streams
+
 PIPE_CLOSED = 128 + 13
 """Exit code when the reader of stdout has gone: what a shell shows for SIGPIPE."""
 
 PLAIN_WIDTH = 200
 """Columns of a table in a file or pipe."""
-
-
-def prepare_streams() -> None:
-    """Characters that a stream's encoding lacks are escaped, in place of ending the run."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+LEGIBLE = 12
+"""Columns of a terminal below which a table's column is hard to read."""
 
 
 def write(text: str) -> None:
     """A part of the results, at once. Ends the run quietly if nobody reads any more."""
+    stream = streams.results()
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        with suppress(OSError, ValueError):  # what is still buffered must not fail at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(PIPE_CLOSED) from None
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        streams.silence(stream)
+        if isinstance(error, BrokenPipeError):
+            raise typer.Exit(PIPE_CLOSED) from None
+        raise OSError(error.errno, error.strerror, "stdout") from error
 
 
 def write_json(value: Any) -> None:
     write(json.dumps(value, indent=2, ensure_ascii=True, default=str) + "\n")
 
 
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def note(text: str, *, rendered: bool = False) -> None:
+    """A line on stderr; ``rendered`` text has been through ``table`` or ``outline``."""
+    print(text if rendered else printable(text), file=sys.stderr, flush=True)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> str:
-    """Rows of plain text in columns, as wide as the terminal, wider where there is none."""
+    """Rows of plain text in columns, as wide as the terminal, wider where there is none. On a
+    terminal too narrow for them, each cell has lines of its own.
+    """
+    cells = [[printable(cell) for cell in row] for row in rows]
+    buffer = io.StringIO()
+    terminal = stream.isatty()
+    console = Console(
+        file=buffer,
+        force_terminal=terminal,
+        width=None if terminal else PLAIN_WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    if terminal and _least_width([columns, *cells]) > console.width:
+        return _stacked(columns, cells)
     grid = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns))
     for column in columns:
         grid.add_column(column, overflow="fold")
+    for row in cells:
+        grid.add_row(*row)
+    console.print(grid)
+    lines = buffer.getvalue().splitlines()
+    return "".join(line.rstrip() + "\n" for line in lines)
+
+
+def _least_width(rows: Sequence[Sequence[str]]) -> int:
+    """Columns that a table takes if no cell is folded below ``LEGIBLE`` columns."""
+    widths = [
+        max(len(line) for cell in column for line in cell.split("\n"))
+        for column in zip(*rows, strict=True)
+    ]
+    return sum(min(width, LEGIBLE) + 2 for width in widths)
+
+
+def _stacked(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A block for each row: its first cell, then the others below it, those that hold anything."""
+    blocks = []
     for row in rows:
-        grid.add_row(*(printable(cell) for cell in row))
-    return _rendered(grid, stream)
+        named = [
+            (f"{column}: " * bool(column), cell) for column, cell in zip(columns, row, strict=True)
+        ]
+        first, *rest = (head + cell for head, cell in named if cell)
+        lines = [first, *(f"  {line}".replace("\n", "\n    ") for line in rest)]
+        blocks.append("\n".join(lines) + "\n")
+    return ("\n" if any(columns) else "").join(blocks)
 
 
 def printable(text: str) -> str:
     """Text of others without control characters, which could write anywhere on a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 @contextmanager
@@ -87,22 +125,6 @@ def busy(what: str) -> Iterator[None]:
     console = Console(stderr=True)
     with console.status(Text(what)) if console.is_terminal else nullcontext():
         yield
-
-
-def _rendered(grid: Table, stream: TextIO) -> str:
-    terminal = stream.isatty()
-    buffer = io.StringIO()
-    console = Console(
-        file=buffer,
-        force_terminal=terminal,
-        width=None if terminal else PLAIN_WIDTH,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
-    console.print(grid)
-    lines = buffer.getvalue().splitlines()
-    return "".join(line.rstrip() + "\n" for line in lines)
 
 
 def outline(value: Any, indent: int = 0) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ml4core.cli import output
+from ml4core.cli import output, streams
 from ml4core.cli.exits import ERROR
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
@@ -71,7 +70,7 @@ def plan(
     else:
         from ml4core.cli.plan_text import text
 
-        output.write(text(facts, sys.stdout))
+        output.write(text(facts, streams.results()))
     if not made.fits:
         works = ", or ".join(map(str, proposals)) or "nothing that was tried: other flags together"
         output.note(f"error: does not fit: {made.shortfall}; works: {works}")

@@ -17,7 +17,7 @@ class SamplerRow:
             computed of it is kept.
         output_ids: the tokens before the one to be drawn, without the prompt.
         seed: of the noise, a signed 64-bit integer.
-        position: of the token to be drawn, in the whole sequence.
+        position: of the row whose logits these are: one before the token to be drawn.
         stop_ids: ids that end the sequence, forbidden until ``min_tokens`` are made.
     """
 

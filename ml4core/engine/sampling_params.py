@@ -15,6 +15,8 @@ MAX_N = 16384
 """Sequences that one request may ask for."""
 
 FP32_MAX = 3.4028234663852886e38
+FP32_TINY = 2.0**-126
+"""The least number of fp32 that every device divides by."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,16 @@ class SamplingParams:
 
     def _check_shape_of_law(self) -> None:
         """The fields that say how one token is drawn."""
-        _number("temperature", self.temperature, "a finite number, 0 or above", low=0)
+        up_to = f"{FP32_MAX:.8g}, the largest of fp32"
+        _number("temperature", self.temperature, f"0 to {up_to}", low=0, high=FP32_MAX)
         _number("top_p", self.top_p, "above 0, at most 1", above=0, high=1)
         _integer("top_k", self.top_k, -1, None, "1 or above; 0 or -1 for no limit")
         _number("min_p", self.min_p, "0 to 1", low=0, high=1)
         for field in ("presence_penalty", "frequency_penalty"):
             _number(field, getattr(self, field), "-2 to 2", low=-2, high=2)
-        _number("repetition_penalty", self.repetition_penalty, "a finite number above 0", above=0)
+        penalty, least = self.repetition_penalty, f"{FP32_TINY:.8g}"
+        works = f"above 0: {least} to {up_to}"
+        _number("repetition_penalty", penalty, works, low=FP32_TINY, high=FP32_MAX)
         _integer("n", self.n, 1, MAX_N, f"1 to {MAX_N}")
         if self.n > 1 and self.temperature == 0:
             raise RequestError(

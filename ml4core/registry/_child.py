@@ -88,9 +88,8 @@ def _malformed(probe: object) -> str:
     for device in probe.devices:
         if not isinstance(device, Device):
             return f"returned {one_line(repr(device))} among its devices"
-        if device.kind not in get_args(DeviceKind):
-            kinds = ", ".join(get_args(DeviceKind))
-            return f"returned {device.name!r} of kind {device.kind!r}; kinds are {kinds}"
+        if fault := _malformed_device(device):
+            return fault
     for refusal in probe.refusals:
         if not isinstance(refusal, Refusal):
             return f"returned {one_line(repr(refusal))} among its refusals"
@@ -101,6 +100,22 @@ def _malformed(probe: object) -> str:
         json.dumps([FoundDevice(d, Capabilities(frozenset())).to_json() for d in probe.devices])
     except (TypeError, ValueError) as error:
         return f"returned what JSON can't hold: {describe(error)}"
+    return ""
+
+
+def _malformed_device(device: Device) -> str:
+    if device.kind not in get_args(DeviceKind):
+        kinds = ", ".join(get_args(DeviceKind))
+        return f"returned {device.name!r} of kind {device.kind!r}; kinds are {kinds}"
+    for field in ("name", "arch", "torch_device"):
+        text = getattr(device, field)
+        if not isinstance(text, str) or not text:
+            return f"returned a device whose {field} is {one_line(repr(text))}; works: a text"
+    for field in ("index", "memory_bytes"):
+        number = getattr(device, field)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            found = f"returned {device.name!r} whose {field} is {one_line(repr(number))}"
+            return f"{found}; works: a whole number from 0"
     return ""
 
 

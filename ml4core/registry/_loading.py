@@ -124,7 +124,10 @@ def _backend(record: PluginRecord, manager: pluggy.PluginManager) -> Backend:
             f"offers {count} named {record.name!r}; it offers {', '.join(names) or 'none'}",
             "one Backend whose name is that of the entry point",
         )
-    lacking = [member for member in _MEMBERS if not hasattr(matching[0], member)]
+    try:
+        lacking = [member for member in _MEMBERS if not hasattr(matching[0], member)]
+    except (Exception, SystemExit) as error:  # a property of its class may raise anything
+        _refuse(record, "ml4core_backends", f"offers a broken Backend: {describe(error)}")
     if lacking:
         kind = type(matching[0]).__name__
         _refuse(

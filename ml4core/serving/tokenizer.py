@@ -114,15 +114,14 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a chat in the tokenizer's own template, up to where the answer begins.
 
-        ``messages`` are those of the OpenAI API. Raises RequestError for a chat that the template
-        does not allow.
+        ``messages`` are those of the OpenAI API, their content text. Raises RequestError for a chat
+        that the template does not allow.
         """
         from mistral_common.exceptions import MistralCommonException
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
         for message in messages:
-            if isinstance(message.get("content"), str):
-                check_text(message["content"], field)
+            _check_content(message, field)
         try:
             request = ChatCompletionRequest.from_openai([dict(message) for message in messages])
             ids: list[int] = self._chat.encode_chat_completion(request).tokens
@@ -180,6 +179,29 @@ def check_text(text: str, field: str) -> None:
         raise RequestError(
             field, f"no UTF-8 text: character {error.start} is {text[error.start]!a}", "UTF-8 text"
         ) from error
+
+
+def _check_content(message: Mapping[str, Any], field: str) -> None:
+    """Raises RequestError for content that is not text. An image would be fetched from the address
+    that its part gives, a file of this machine too.
+    """
+    role, content = message.get("role"), message.get("content")
+    works = 'a text, or a list of {"type": "text", "text": ...}'
+    if isinstance(content, str):
+        check_text(content, field)
+        return
+    if content is None and role == "assistant":
+        return
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"{field}, content of a message of {role!r}", content, works)
+    for part in content:
+        kind, text = (
+            (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (part, None)
+        )
+        if kind != "text" or not isinstance(text, str):
+            why = "images and other media have not landed"
+            raise RequestError(f"{field}, content of type", kind, f"{works}; {why}")
+        check_text(text, field)
 
 
 def _first_line(error: Exception) -> str:

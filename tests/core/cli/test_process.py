@@ -32,6 +32,13 @@ def run(
     )
 
 
+def shell(line: str, *argv: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs a line of sh in which "$@" is the command."""
+    return subprocess.run(
+        ["sh", "-c", line, "sh", *ML4, *argv], capture_output=True, timeout=120, check=False
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -73,6 +80,62 @@ def test_a_reader_that_leaves_ends_the_run_quietly() -> None:
         said = process.stderr.read()
         assert process.wait(60) == 141
     assert said == b""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["--version"], 1), (["--help"], 1), (["inspect", str(PUBLISHED)], 1)]
+)
+@pytest.mark.parametrize("stdout", ["closed", "/dev/full"])
+def test_results_that_can_not_be_written_are_an_error(
+    words: list[str], code: int, stdout: str
+) -> None:
+    redirection = ">&-" if stdout == "closed" else f">{stdout}"
+    done = shell(f'"$@" {redirection}', *words)
+    assert done.returncode == code
+    assert done.stderr.startswith(b"error: ")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_closed_streams_harm_no_file(tmp_path: Path) -> None:
+    """The first files that are opened would get their numbers, and what is printed."""
+    done = shell('"$@" <&- >&- 2>&-', "checkpoint", "make", str(tmp_path / "made"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert run("inspect", str(tmp_path / "made")).returncode == 0
+    assert b"stdin: empty" in shell('"$@" <&-', "generate", str(tmp_path / "made")).stderr
+    refused = shell('"$@" 2>&-', "inspect", "/no/such/folder")
+    assert (refused.returncode, refused.stdout) == (1, b""), "an error message on stdout"
+
+
+def test_what_a_path_holds_can_not_steer_the_terminal() -> None:
+    for words in (["inspect", "/no/\x1b[31m"], ["generate", "/\x1b[31m", "--prompt", "a"]):
+        done = run(*words)
+        assert done.returncode == 1
+        assert b"\x1b" not in done.stderr
+        assert b"\\x1b[31m: no such folder" in done.stderr
+
+
+def test_what_a_plugin_prints_is_no_result(checkpoint: Path, tmp_path: Path) -> None:
+    """Not by print, not by the file's number, and not by a process that it starts."""
+    (tmp_path / "noisy.py").write_text(
+        "import os, subprocess\nfrom ml4core.cpu.backend import CpuBackend\n"
+        "from ml4core.api import hookimpl\n"
+        "print('by print')\nos.write(1, b'by number\\n')\nsubprocess.run(['echo', 'by child'])\n"
+        "class Noisy(CpuBackend):\n    name = 'noisy'\n"
+        "@hookimpl\ndef ml4core_backends():\n    return [Noisy()]\n",
+        "utf-8",
+    )
+    info = tmp_path / "noisy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: noisy\nVersion: 1.0\nKeywords: ml4core-api:1-1\n", "utf-8"
+    )
+    (info / "entry_points.txt").write_text("[ml4core.backends]\nnoisy = noisy\n", "utf-8")
+    words = ["generate", str(checkpoint), "--prompt", "a", "--max-tokens", "2", "--json"]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = run(*words, "--backend", "noisy", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["completions"][0]["token_ids"]) == 2
+    assert {b"by print", b"by number", b"by child"} == set(done.stderr.splitlines())
 
 
 def test_bytes_that_are_no_text() -> None:

@@ -104,6 +104,18 @@ def test_failure_after_the_answer_no_longer_matters(site: Site, end: str) -> Non
             "return Probe(devices=(Device('virtual', 'v', 'a', 'cpu'),))",
             "returned 'v' of kind 'virtual'; kinds are real, interpreted, fake",
         ),
+        (
+            "return Probe(devices=(Device('real', 'v', 'a', ''),))",
+            "returned a device whose torch_device is ''; works: a text",
+        ),
+        (
+            "return Probe(devices=(Device('real', 'v', 'a', 'cpu', 0, '8 GiB'),))",
+            "returned 'v' whose memory_bytes is '8 GiB'; works: a whole number from 0",
+        ),
+        (
+            "return Probe(devices=(Device('real', 'v', 'a', 'cpu', -1),))",
+            "returned 'v' whose index is -1; works: a whole number from 0",
+        ),
         ("return Probe(refusals=(Refusal('chip', 'x', OSError()),))", "what JSON can't hold"),
     ],
 )

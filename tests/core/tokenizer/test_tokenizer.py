@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ from ml4core.models.errors import CheckpointError
 from ml4core.serving.tokenizer import Tokenizer, check_text, find_tokenizer
 
 BOS, EOS, INST, END_INST = 1, 2, 3, 4
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGNgYGAAAAAEAAH2FzhVAAAAAElFTkSuQmCC"
+)
+"""A PNG of one pixel."""
 
 
 def test_facts(tokenizer: Tokenizer, tiny: Path) -> None:
@@ -69,7 +75,6 @@ def test_a_chat_ends_where_the_answer_begins(tokenizer: Tokenizer) -> None:
         [{"role": "judge", "content": "a"}],
         [{"content": "a"}],
         [{"role": "assistant", "content": "a"}],
-        [{"role": "user", "content": 5}],
         [{"role": "tool", "content": "a"}],
     ],
 )
@@ -176,6 +181,46 @@ def tekken(tiny: Path, **change: Any) -> bytes:
         else:
             content[key] = value
     return json.dumps(content).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "m, content of a message of 'user': None (works: a text"),
+        (3, "m, content of a message of 'user': 3"),
+        ([3], "m, content of type: 3"),
+        ([{"type": "text"}], "m, content of type: text"),
+        ([{"type": "text", "text": "a\udcff"}], "m: no UTF-8 text: character 1"),
+        ([{"type": "input_audio", "input_audio": "x"}], "m, content of type: input_audio"),
+    ],
+)
+def test_content_that_is_no_text(tokenizer: Tokenizer, content: object, told: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        tokenizer.encode_chat([{"role": "user", "content": content}], "m")
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["file://{file}", "http://{host}/a.png", "{file}"])
+def test_no_address_in_a_message_is_opened(
+    tokenizer: Tokenizer, tmp_path: Path, address: str
+) -> None:
+    """The image is one that could be read, and the host would answer."""
+    file = tmp_path / "a.png"
+    file.write_bytes(PIXEL)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        url = address.format(file=file, host=f"127.0.0.1:{server.getsockname()[1]}")
+        part = {"type": "image_url", "image_url": {"url": url}}
+        with pytest.raises(RequestError, match="image_url .works: a text.*have not landed"):
+            tokenizer.encode_chat([{"role": "user", "content": [part]}])
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_texts_in_parts_are_one_message(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "Hello"}]
+    whole = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+    assert tokenizer.encode_chat([{"role": "user", "content": parts}]) == whole
 
 
 def test_files_that_are_no_tokenizer(tmp_path: Path, tiny: Path) -> None:

@@ -16,6 +16,7 @@ from ml4core.cli.prompts import Source, read_prompts
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.backend_choice import choose_backend
 from ml4core.engine.errors import RequestError
+from ml4core.engine.intake import check_prompt
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.registry import Choice
 from ml4core.serving.batch_run import OnDone, OnText, run_jobs
@@ -84,11 +85,14 @@ def generate(
     if stream and not single:
         raise UsageError("--stream: works for a single answer, without --json")
     choice = choose_backend(args)
-    args, tokenizer, vocab_size = open_tokenizer(args)
+    args, tokenizer, spec = open_tokenizer(args)
     for token in params.stop_token_ids:
-        if token >= vocab_size:
-            raise RequestError("--stop-token-ids", token, f"ids from 0 to {vocab_size - 1}")
+        if token >= spec.vocab_size:
+            raise RequestError("--stop-token-ids", token, f"ids from 0 to {spec.vocab_size - 1}")
     jobs = [Job(field, _prompt(tokenizer, field, source, chat), params) for field, source in found]
+    for job in jobs:  # before all the weights are read
+        context = args.max_model_len or spec.max_position
+        check_prompt(job.name, job.prompt.token_ids, spec.vocab_size, context)
     shape: Shape = "lines"
     if single and stream is not False:
         shape = "stream"

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from ml4core.api import (
     OPS,
     STAGES,
@@ -73,14 +75,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class BoundModel:
-    """A callable a layer, in layer order, each with the signature of ``decoder_layer``; and the ops
-    outside of layers.
+    """A callable a layer, in layer order, each with the signature of ``decoder_layer``; the ops
+    outside of layers; and the dtype of activations and the residual.
     """
 
     model: ModelSpec
     layers: tuple[Callable[..., Any], ...]
     ops: Mapping[str, Callable[..., Any]]
     choices: tuple[Choice, ...]
+    dtype: torch.dtype
 
 
 def bind_ops(
@@ -131,7 +134,7 @@ def bind_model(session: Session, context: StageContext, shape: StepShape) -> Bou
         for choice in choices:
             found[choice] = (*found.get(choice, ()), spec.index)
     merged = tuple(replace(choice, layers=indices) for choice, indices in found.items())
-    return BoundModel(context.model, tuple(layers), context.ops, merged)
+    return BoundModel(context.model, tuple(layers), context.ops, merged, context.dtype)
 
 
 def bind_global_stage(

@@ -71,6 +71,7 @@ class BlockDrafter(Drafter):
             )
         self._spec = ctx.model.draft
         self._ops = ctx.ops
+        self._dtype = ctx.dtype
         self._layers = tuple(
             _Layer.compose(replace(ctx, layer=layer)) for layer in self._spec.layers
         )
@@ -150,7 +151,7 @@ class BlockDrafter(Drafter):
     def block_inputs(self, weights: DraftWeights, anchors: Tensor) -> Tensor:
         spec, w = self._spec, weights.top
         own = spec.anchor_vector != "none"
-        rows = [self._ops["embed"](anchors, w["embedding"]).unsqueeze(1)]
+        rows = [self._ops["embed"](anchors, w["embedding"]).to(self._dtype).unsqueeze(1)]
         if spec.mask_rows:
             masks = w["mask_embeddings"].to(rows[0].dtype).unsqueeze(0)
             masks = masks.expand(anchors.shape[0], -1, -1)

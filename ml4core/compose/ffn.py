@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ml4core.compose.attention import Children, Weights
@@ -28,6 +29,9 @@ def ffn(ctx: StageContext, children: Children) -> Callable[..., tuple[Tensor, Te
             weights, ids = ops["router"](
                 hidden, w["gate"], moe.topk, moe.renormalize, moe.routed_scale
             )
+            # The router gives no weight to a row that it can't judge, such as one with NaN. Without
+            # its experts the row would be wrong and look right: as NaN it sets the fault word.
+            weights = torch.where((weights == 0).all(-1, keepdim=True), torch.nan, weights)
             out = ops["moe_experts"](hidden, w["experts_w13"], w["experts_w2"], weights, ids)
             if moe.shared_width:
                 out = (out.float() + block(w, "shared", hidden).float()).to(hidden.dtype)

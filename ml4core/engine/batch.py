@@ -14,6 +14,9 @@ from ml4core.engine.block_pool import NULL_PAGE
 from ml4core.engine.request import Request
 from ml4core.engine.scheduler import Work
 
+FIRST_SLOTS = 64
+"""Slots at first; their count doubles when more requests run."""
+
 _NONE = Segment(0, 0, 0)
 Ints = NDArray[np.int64]
 
@@ -49,20 +52,31 @@ class BatchState:
         self._groups = tuple(groups)
         self._block_size = block_size
         self._device = torch.device(device)
-        self._free = list(range(max_num_seqs - 1, -1, -1))
-        # [slots, tokens] and [slots, pages]; widths double as they are outgrown.
-        self._tokens = np.zeros((max_num_seqs, 1024), np.int32)
-        self._tables = {group: np.zeros((max_num_seqs, 16), np.int32) for group in groups}
+        self._most = max_num_seqs
+        self._free: list[int] = []
+        # [slots, tokens] and [slots, pages]; both sizes double as they are outgrown.
+        self._tokens = np.zeros((0, 1024), np.int32)
+        self._tables = {group: np.zeros((0, 16), np.int32) for group in groups}
         # By slot and group: pages taken over, and how many of them are the nulls in front.
-        self._synced = [dict.fromkeys(groups, (0, 0)) for _ in range(max_num_seqs)]
+        self._synced: list[dict[str, tuple[int, int]]] = []
 
     def bind(self, request: Request) -> None:
         """Gives an admitted request a slot and copies its tokens and pages."""
+        if not self._free:
+            self._add_slots()
         request.slot = slot = self._free.pop()
         self._tokens = _widened(self._tokens, request.num_tokens)
         self._tokens[slot, : request.num_tokens] = request.token_ids
         self._synced[slot] = dict.fromkeys(self._groups, (0, 0))
         self.sync(request)
+
+    def _add_slots(self) -> None:
+        have = len(self._synced)
+        count = min(self._most, max(FIRST_SLOTS, 2 * have))
+        self._tokens = _lengthened(self._tokens, count)
+        self._tables = {group: _lengthened(t, count) for group, t in self._tables.items()}
+        self._synced += [{} for _ in range(count - have)]
+        self._free += range(count - 1, have - 1, -1)
 
     def unbind(self, request: Request) -> None:
         """Takes the slot back, if the request has one. Beyond a request's pages a row is null."""
@@ -216,6 +230,13 @@ def _wanted(starts: Ints, owner: Ints, every_row: Sequence[int]) -> Ints:
 
 def _zeros(count: int) -> Ints:
     return np.zeros(count, np.int64)
+
+
+def _lengthened(array: NDArray[np.int32], rows: int) -> NDArray[np.int32]:
+    """The same with rows of zeros behind."""
+    longer = np.zeros((rows, array.shape[1]), array.dtype)
+    longer[: len(array)] = array
+    return longer
 
 
 def _widened(values: NDArray[np.int32], width: int) -> NDArray[np.int32]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ml4core.api import Deployment, KVLayout
+from ml4core.api import Deployment, KVLayout, Refusal, Refused
 from ml4core.engine import resolve
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
@@ -24,19 +24,25 @@ def plan_caches(
     """Pools for up to ``max_num_seqs`` of ``sequences`` sequences of ``tokens_each`` tokens.
 
     With ``--kv-cache-memory-bytes`` the pools take that much. Raises ``RequestError`` if one
-    sequence doesn't fit, or if the pools, weights and device memory don't go together.
+    sequence doesn't fit, or if the pools, weights and device memory don't go together; ``Refused``
+    if a private layout is missing.
     """
     wanted = min(tokens_each or deployment.max_model_len, deployment.max_model_len)
     count = max(1, min(sequences, deployment.max_num_seqs))
-    layouts = {
-        "latent": private.get(deployment.kv_layout) or resolve.latent(deployment),
-        "index": private.get(deployment.index_layout) or resolve.index(deployment),
-    }
+    layouts = _layouts(deployment, private)
     groups = kv.target_groups(deployment.model, layouts)
     size, ranks = deployment.block_size, deployment.decode_context_parallel_size
     page_bytes = sum(group.page_bytes(size) for group in groups)
-    budget = args.kv_cache_memory_bytes
+    budget, memory = args.kv_cache_memory_bytes, deployment.device.memory_bytes
     if budget is not None:
+        beside = max(0, memory - deployment.weight_bytes)
+        if memory and budget > beside:
+            raise RequestError(
+                "--kv-cache-memory-bytes",
+                budget,
+                f"at most {beside}: the device has {memory} bytes, and the weights take "
+                f"{deployment.weight_bytes}",
+            )
         one = kv.pools_for(groups, size, wanted, 1, ranks)
         pools = kv.pools_within(groups, size, budget, count, wanted, ranks)
         if pools is None or not pools.requests(wanted):
@@ -49,8 +55,7 @@ def plan_caches(
             )
         return _plan(pools)
     pools = kv.pools_for(groups, size, wanted, count, ranks)
-    memory = int(deployment.device.memory_bytes * deployment.gpu_memory_utilization)
-    room = memory - deployment.weight_bytes
+    room = int(memory * deployment.gpu_memory_utilization) - deployment.weight_bytes
     if memory and pools.nbytes > room:
         pages = max(0, room // page_bytes - kv.NULL_PAGES) // count  # for each sequence
         fits = pages * size * ranks
@@ -64,6 +69,23 @@ def plan_caches(
             f"{deployment.gpu_memory_utilization})",
         )
     return _plan(pools)
+
+
+def _layouts(deployment: Deployment, private: Mapping[str, KVLayout]) -> dict[str, KVLayout]:
+    """By group. Raises ``Refused`` for private ones that the session doesn't bring."""
+    chosen = {"latent": deployment.kv_layout, "index": deployment.index_layout}
+    names = ", ".join(private) or "none"
+    lacking = [
+        Refusal("core", f"cache layout {id}", f"the session brings no such layout; it has {names}")
+        for id in chosen.values()
+        if id.startswith(resolve.PRIVATE) and id not in private
+    ]
+    if lacking:
+        raise Refused(lacking)
+    return {
+        "latent": private.get(deployment.kv_layout) or resolve.latent(deployment),
+        "index": private.get(deployment.index_layout) or resolve.index(deployment),
+    }
 
 
 def _plan(pools: kv.Pools) -> KVPlan:

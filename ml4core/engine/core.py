@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ml4core import registry
 from ml4core.api import Fault, FaultError
 from ml4core.engine.batch import BatchState, in_row_order
 from ml4core.engine.errors import RequestError
@@ -152,8 +153,8 @@ class EngineCore:
             outputs = self._collect(due) if due is not None else []
         except FaultError as error:
             outputs = self._stop(error.fault, error.__cause__)
-        except Exception as error:  # what the device has done is unknown
-            fault = Fault("exception", f"{type(error).__name__}: {error}", self._steps)
+        except (Exception, SystemExit) as error:  # what the device has done is unknown
+            fault = Fault("exception", registry.describe(error), self._steps)
             outputs = self._stop(fault, error)
         ended, self._ended = self._ended, []
         return ended + outputs

@@ -37,7 +37,7 @@ class Intake:
         """Raises ``RequestError`` for what can't be served even alone. Messages call the prompt
         ``name``.
         """
-        self._check_prompt(name, prompt_ids)
+        check_prompt(name, prompt_ids, self._vocab_size, self._max_model_len)
         params.check(self._vocab_size, self._max_model_len)
         most = self._max_num_seqs
         if params.n > most:
@@ -86,18 +86,20 @@ class Intake:
             for index, order in enumerate(orders)
         ]
 
-    def _check_prompt(self, name: str, ids: Sequence[int]) -> None:
-        if not ids:
-            raise RequestError(name, "empty", "at least one token")
-        last = self._vocab_size - 1
-        if not 0 <= min(ids) <= max(ids) <= last:
-            place = next(i for i, token in enumerate(ids) if not 0 <= token <= last)
-            raise RequestError(f"{name}, token {place}", ids[place], f"ids from 0 to {last}")
-        longest = self._max_model_len - 1
-        if len(ids) > longest:
-            raise RequestError(
-                name,
-                f"{len(ids)} tokens",
-                f"at most {longest}: the context is {self._max_model_len} tokens and one is needed "
-                "for the answer",
-            )
+
+def check_prompt(name: str, ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """Raises ``RequestError`` for a prompt that the model can't be given."""
+    if not ids:
+        raise RequestError(name, "empty", "at least one token")
+    last = vocab_size - 1
+    if not 0 <= min(ids) <= max(ids) <= last:
+        place = next(i for i, token in enumerate(ids) if not 0 <= token <= last)
+        raise RequestError(f"{name}, token {place}", ids[place], f"ids from 0 to {last}")
+    longest = max_model_len - 1
+    if len(ids) > longest:
+        raise RequestError(
+            name,
+            f"{len(ids)} tokens",
+            f"at most {longest}: the context is {max_model_len} tokens and one is needed "
+            "for the answer",
+        )

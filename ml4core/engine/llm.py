@@ -157,7 +157,11 @@ def open_engine(
     deployment = resolving.resolve(
         args, spec, tensors.formats, tensors.nbytes, choice.device, choice.capabilities
     )
-    refusals = [*args.refusals(), *resolving.layout_refusals(deployment)]
+    refusals = [
+        *args.refusals(),
+        *resolving.layout_refusals(deployment),
+        *resolving.limit_refusals(spec, choice.capabilities),
+    ]
     registry.check(deployment, choice.capabilities, choice.manager, refusals)
     session = registry.open_session(choice.plugin, deployment)
     try:

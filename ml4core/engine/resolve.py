@@ -33,7 +33,9 @@ def kv_layout_id(args: EngineArgs, capabilities: Capabilities) -> str:
     flag = args.kv_cache_dtype
     if flag in _KV_BY_FLAG:
         return _KV_BY_FLAG[flag]
-    return capabilities.defaults.get("kv" if flag == "auto" else "fp8", "bf16")
+    if flag == "auto":
+        return capabilities.defaults.get("kv", "bf16")
+    return capabilities.defaults.get("fp8", "fp8_ds_mla")
 
 
 def index_layout_id(args: EngineArgs, capabilities: Capabilities, kv_layout: str) -> str:
@@ -165,6 +167,21 @@ def layout_refusals(deployment: Deployment) -> list[Refusal]:
             make().check_block_size(deployment.block_size)
         except ValueError as error:
             found.append(Refusal("core", f"cache layout {id}", str(error)))
+    return found
+
+
+def limit_refusals(spec: ModelSpec, capabilities: Capabilities) -> list[Refusal]:
+    """Where the model goes beyond an upper bound that the backend declares."""
+    sizes = {
+        "max_topk": ("index top-k", [i.topk for layer in spec.layers if (i := layer.indexer)]),
+        "max_heads": ("query heads", [layer.heads for layer in spec.layers]),
+    }
+    found = []
+    for name, (what, values) in sizes.items():
+        limit, largest = capabilities.limits.get(name), max(values, default=0)
+        if limit is not None and largest > limit:
+            reason = f"the model has {largest} {what}, and the backend declares {limit} at most"
+            found.append(Refusal("core", name, reason))
     return found
 
 

@@ -40,11 +40,12 @@ class Sampler:
         ids = self._choose(edited, rows)
         asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         if not asked:
-            return [SampledToken(token, None) for token in ids.tolist()]
+            return [SampledToken(token, None) for token in self._tokens(ids)]
+        tokens = self._tokens(ids)
         counts = [rows[i].params.logprobs or 0 for i in asked]
         found = token_logprobs(_pick(logits, asked), _pick(ids, asked), counts)
         of = dict(zip(asked, found, strict=True))
-        return [SampledToken(token, of.get(i)) for i, token in enumerate(ids.tolist())]
+        return [SampledToken(token, of.get(i)) for i, token in enumerate(tokens)]
 
     @torch.inference_mode()
     def prompt_logprobs(
@@ -62,6 +63,16 @@ class Sampler:
             raise ValueError(
                 f"logits {tuple(logits.shape)}: {rows} rows of {self._vocab} are wanted"
             )
+
+    def _tokens(self, ids: Tensor) -> list[int]:
+        """The ids on the host. Those of the ``sample`` op are a backend's, and index its next
+        step's embedding.
+        """
+        tokens: list[int] = ids.tolist()
+        if not 0 <= min(tokens) <= max(tokens) < self._vocab:
+            bad = next(token for token in tokens if not 0 <= token < self._vocab)
+            raise ValueError(f"op sample drew {bad}; ids are 0 to {self._vocab - 1}")
+        return tokens
 
     def _choose(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         """Ids int64 [J] of edited logits [J, vocab]."""
@@ -94,6 +105,9 @@ class Sampler:
         seeds = torch.tensor([row.seed for row in rows], dtype=torch.int64, device=device)
         positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=device)
         ids: Tensor = self._draw(logits, temperature, seeds, positions)
+        found, wanted = (tuple(ids.shape), ids.dtype), ((len(rows),), torch.int64)
+        if found != wanted:
+            raise ValueError(f"op sample returned shape and dtype {found}; wanted: {wanted}")
         return ids
 
 

@@ -94,17 +94,18 @@ class CheckpointWriter:
 
     def add_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write `content` to a file beside the tensors, such as params.json."""
-        self._check_open()
-        if Path(name).name != name or not name.endswith(".json"):
-            raise CheckpointError(f"file name {shown(name)}: must be a plain name in .json")
-        if name in self._files or name.startswith(KIND):
-            raise CheckpointError(f"{self.folder}: {name} is taken")
+        self._check_name(name)
         try:
             text = json.dumps(content, indent=2, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{name}: can't be written as JSON: {error}") from error
+        self.add_file(name, text.encode())
+
+    def add_file(self, name: str, content: bytes) -> None:
+        """Write a JSON file that is there already, such as a tokenizer, as it is."""
+        self._check_name(name)
         with self._writing():
-            self._write_file(name, text)
+            self._write_file(name, content)
 
     def close(self) -> None:
         """Finish the last file, write the index, give all files their final names."""
@@ -123,7 +124,7 @@ class CheckpointWriter:
             if count > 1:
                 total = sum(shard.nbytes for shard in self._shards)
                 index = json.dumps(index_content(total, weight_map), indent=1)
-                self._write_file(KIND + INDEX_SUFFIX, index)
+                self._write_file(KIND + INDEX_SUFFIX, index.encode())
             self._publish()
         self._open = False
 
@@ -154,6 +155,13 @@ class CheckpointWriter:
             self.close()
         else:
             self.abort()
+
+    def _check_name(self, name: str) -> None:
+        self._check_open()
+        if Path(name).name != name or not name.endswith(".json"):
+            raise CheckpointError(f"file name {shown(name)}: must be a plain name in .json")
+        if name in self._files or name.startswith(KIND):
+            raise CheckpointError(f"{self.folder}: {name} is taken")
 
     def _check_open(self) -> None:
         if not self._open:
@@ -191,10 +199,10 @@ class CheckpointWriter:
             self._shards.append(shard)
         return shard
 
-    def _write_file(self, name: str, text: str) -> None:
+    def _write_file(self, name: str, content: bytes) -> None:
         path = self._files[name] = self._temporary(name)
         with open(path, "wb") as file:
-            file.write(text.encode())
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
 

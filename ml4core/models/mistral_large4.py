@@ -34,7 +34,8 @@ def forward(bound: BoundModel, weights: ModelWeights, plan: StepPlan, kv: KVStat
     A selection lives for this call only, from its owner to the last layer that uses it.
     """
     spec = bound.model
-    residual = bound.ops["embed"](plan.token_ids, weights.top["embedding"])
+    # The table has the dtype that the session keeps it in.
+    residual = bound.ops["embed"](plan.token_ids, weights.top["embedding"]).to(bound.dtype)
     hidden: Tensor | None = None
     selections: dict[int, Selection] = {}  # by owner
     last_user = {layer.topk_source: layer.index for layer in spec.layers}

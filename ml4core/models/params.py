@@ -18,6 +18,9 @@ Index = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Block = dict[str, Any]
 
+MAX_TOPK = 1 << 20
+"""A selection takes a row of this many positions for each token, whatever the context."""
+
 
 class Strict(BaseModel):
     """A block whose keys are closed and whose values are of the stated JSON type."""
@@ -87,7 +90,7 @@ class Indexer(Strict):
 
     n_heads: Count | None = None
     head_dim: Count
-    topk: Count
+    topk: Annotated[int, Field(ge=1, le=MAX_TOPK)]
     types: list[Literal["full", "shared"]] | None = None
     topk_pattern: Annotated[str | TopkSchedule | None, PlainValidator(_topk_pattern)] = None
     nope_owners: bool | None = None

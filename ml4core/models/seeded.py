@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from importlib import resources
@@ -93,8 +92,7 @@ def seed_checkpoint(
         for entry in expected_tensors(spec).values():
             if entry.used:
                 _add(writer, entry, _values(entry, spec, seed), format)
-        with resources.as_file(tokenizer) as path:
-            shutil.copyfile(path, folder / TOKENIZER_FILE)
+        writer.add_file(TOKENIZER_FILE, tokenizer.read_bytes())
     return folder
 
 

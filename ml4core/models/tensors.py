@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from ml4core.api import ModelSpec
 from ml4core.models import fused_experts
-from ml4core.models.checkpoint import Checkpoint
+from ml4core.models.checkpoint import PARAMS_FILE, Checkpoint
 from ml4core.models.errors import CheckpointError, shown
 from ml4core.models.evidence import Shapes
 from ml4core.models.fused_experts import is_fused
@@ -83,7 +83,7 @@ def load_model_spec(checkpoint: Checkpoint) -> ModelSpec:
     shapes = shapes_of(checkpoint) or None
     folder = checkpoint.path if checkpoint.path.suffix != ".json" else checkpoint.path.parent
     if checkpoint.params is not None:
-        where = f"{checkpoint.path}"
+        where = f"{folder / PARAMS_FILE}" if folder == checkpoint.path else f"{checkpoint.path}"
         return build_model_spec(checkpoint.params, shapes, name=folder.name, where=where)
     if checkpoint.hf_config is None:
         raise CheckpointError(f"{checkpoint.path}: neither params.json nor config.json")

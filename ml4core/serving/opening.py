@@ -12,6 +12,7 @@ from ml4core.engine.backend_choice import choose_backend
 from ml4core.serving.tokenizer import Tokenizer, find_tokenizer
 
 if TYPE_CHECKING:
+    from ml4core.api import ModelSpec
     from ml4core.engine.llm import Engine
 
 MIN_ROOM = 2048
@@ -37,8 +38,8 @@ def make_args(model: str, backend: str, flags: dict[str, Any]) -> EngineArgs:
     return EngineArgs(model, backend=backend, **flags)
 
 
-def open_tokenizer(args: EngineArgs) -> tuple[EngineArgs, Tokenizer, int]:
-    """The tokenizer, and the model's vocabulary size; ``args`` then name a local folder."""
+def open_tokenizer(args: EngineArgs) -> tuple[EngineArgs, Tokenizer, ModelSpec]:
+    """The tokenizer, and the model as a table; ``args`` then name a local folder."""
     from ml4core.models.checkpoint import Checkpoint
     from ml4core.models.hub import resolve_model
     from ml4core.models.tensors import load_model_spec
@@ -47,7 +48,7 @@ def open_tokenizer(args: EngineArgs) -> tuple[EngineArgs, Tokenizer, int]:
     spec = load_model_spec(Checkpoint.open(folder))
     tokenizer = Tokenizer.load(find_tokenizer(folder, args.tokenizer))
     tokenizer.check_vocab(spec.vocab_size)
-    return dataclasses.replace(args, model=str(folder), revision=None), tokenizer, spec.vocab_size
+    return dataclasses.replace(args, model=str(folder), revision=None), tokenizer, spec
 
 
 def open_for_any(args: EngineArgs) -> Opened:
@@ -59,12 +60,9 @@ def open_for_any(args: EngineArgs) -> Opened:
     Raises as ``open_engine`` does.
     """
     from ml4core.engine.llm import open_engine  # imports torch
-    from ml4core.models.checkpoint import Checkpoint
-    from ml4core.models.tensors import load_model_spec
 
     choice = choose_backend(args)
-    args, tokenizer, _ = open_tokenizer(args)
-    spec = load_model_spec(Checkpoint.open(args.model))
+    args, tokenizer, spec = open_tokenizer(args)
     sequences = args.max_num_seqs
     if sequences is None:
         sequences = int(choice.capabilities.defaults.get("max_num_seqs", "16"))

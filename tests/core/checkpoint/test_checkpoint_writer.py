@@ -276,6 +276,18 @@ def test_target_is_a_file(tmp_path: Path) -> None:
     assert path.read_text() == "x"
 
 
+def test_a_file_that_is_there_already_is_written_as_it_is(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path)
+    content = b'{ "a" : 1.0 }\n\xff'
+    writer.add_file("tekken.json", content)
+    for name in ("tekken.json", "../x.json", "x.txt", "consolidated.json"):
+        with pytest.raises(CheckpointError):
+            writer.add_file(name, b"")
+    assert "tekken.json" not in content_of(tmp_path), "a final name before all is there"
+    fill(writer)
+    assert (tmp_path / "tekken.json").read_bytes() == content
+
+
 def test_close_twice(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path)
     fill(writer)

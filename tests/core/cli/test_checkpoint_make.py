@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ml4core.models.checkpoint import Checkpoint
+from ml4core.models.safetensors_writer import ShardWriter
 from ml4core.models.tensors import load_model_spec, validate
 
 
@@ -122,6 +123,26 @@ def test_usage_errors(ml4: Any, tmp_path: Path, words: list[str]) -> None:
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_disk_that_gets_full_leaves_what_was_there(
+    ml4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    folder = tmp_path / "m"
+    if there:
+        assert ml4("checkpoint", "make", str(folder)).code == 0
+    before = digests(folder) if there else {}
+
+    def full(shard: ShardWriter) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ShardWriter, "finish", full)  # when all but the header is written
+    done = ml4("checkpoint", "make", str(folder), "--seed", "1", "--overwrite")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == f"error: {folder}: can't be written: No space left on device\n"
+    assert folder.exists() == there
+    assert (digests(folder) if there else {}) == before
+
+
 def test_a_file_in_the_way(ml4: Any, tmp_path: Path) -> None:
     file = tmp_path / "m"
     file.write_text("x", "utf-8")
@@ -129,16 +150,3 @@ def test_a_file_in_the_way(ml4: Any, tmp_path: Path) -> None:
     assert (done.code, done.out) == (1, "")
     assert str(file) in done.err
     assert "Traceback" not in done.err
-
-
-def test_a_disk_without_room_leaves_nothing(
-    ml4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(shutil, "copyfile", full)
-    done = ml4("checkpoint", "make", str(tmp_path / "m"))
-    assert (done.code, done.out) == (1, "")
-    assert "No space left on device" in done.err
-    assert not list(tmp_path.rglob("*.safetensors"))

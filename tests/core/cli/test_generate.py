@@ -207,6 +207,19 @@ def test_bad_requests_name_field_value_and_what_works(
     assert engine.args is None, "opened an engine for a request that can't run"
 
 
+def test_a_prompt_that_no_context_holds_is_told_before_the_weights_are_read(
+    ml4: Any, engine: Any, checkpoint: Path, tokenizer: Tokenizer
+) -> None:
+    words = ["generate", str(checkpoint), "--raw", "--prompt", "a", "--prompt", "a b c d"]
+    longest = len(tokenizer.encode("a b c d"))
+    done = ml4(*words, "--max-model-len", str(longest))
+    assert (done.code, done.out, engine.args) == (1, "", None)
+    assert f"{longest} tokens (works: at most {longest - 1}" in done.err
+    assert ml4(*words, "--max-model-len", str(longest + 1)).code == 0
+    done = ml4("generate", str(checkpoint), "--prompt", "word " * 9000)
+    assert "at most 8191: the context is 8192 tokens" in done.err
+
+
 @pytest.mark.parametrize(
     ("raw", "told"),
     [

@@ -62,7 +62,7 @@ class NullRunner:
 
     kv: KVManager
     fail_at: int = 0
-    error: Exception | None = None
+    error: BaseException | None = None
     steps: int = 0
     plans: list[Any] = field(default_factory=list)
     keep_plans: bool = False

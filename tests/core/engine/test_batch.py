@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ml4core.api import StepPlan
-from ml4core.engine.batch import BatchState, Pads, in_row_order
+from ml4core.engine.batch import FIRST_SLOTS, BatchState, Pads, in_row_order
 from ml4core.engine.request import Request
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.engine.scheduler import Work
@@ -132,6 +132,28 @@ def test_random_mixes_equal_the_reference(seed: int) -> None:
             else:
                 batch.grow(made, made.num_tokens)
                 batch.state.sync(made)
+
+
+def test_slots_come_as_requests_do() -> None:
+    """The largest `--max-num-seqs` takes no memory by itself; what is bound stays as it was."""
+    batch = Batch(random.Random(1), slots=2**31 - 1)
+    for count in range(2 * FIRST_SLOTS + 3):
+        batch.add(9)
+        if count == FIRST_SLOTS // 2:
+            batch.state.unbind(batch.requests.pop(3))
+    slots = [made.slot for made in batch.requests]
+    assert sorted(slots) == list(range(2 * FIRST_SLOTS + 2))
+    work = [Work(made, 0, 9, True, 0) for made in batch.requests]
+    sequences = [(Sequence(w.request.token_ids, 1, 0, w.request.pages), 9) for w in work]
+    assert_equal(batch.state.build(work), build_plan(sequences, GROUPS, BLOCK))
+
+
+def test_no_more_slots_than_asked_for() -> None:
+    batch = Batch(random.Random(2), slots=3)
+    for _ in range(3):
+        batch.add(2)
+    with pytest.raises(IndexError):
+        batch.add(2)
 
 
 def test_logits_of_every_row_of_some_requests() -> None:

@@ -233,10 +233,10 @@ def test_requests_without_a_seed_draw_apart(make_rig: Make) -> None:
     assert answers[0][0] != answers[0][1]
 
 
-@pytest.mark.parametrize("raised", [None, ValueError("odd")])
+@pytest.mark.parametrize("raised", [None, ValueError("odd"), SystemExit(5)])
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_no_token_of_a_failed_step_leaves(
-    make_rig: Make, expect: Expect, overlap: bool, at: int, raised: Exception | None
+    make_rig: Make, expect: Expect, overlap: bool, at: int, raised: BaseException | None
 ) -> None:
     rig = make_rig(overlap=overlap)
     rig.runner.fail_at, rig.runner.error = at, raised
@@ -248,6 +248,7 @@ def test_no_token_of_a_failed_step_leaves(
             break
     assert rig.core.fault.code == ("exception" if raised else "null")
     assert rig.core.cause is raised
+    assert raised is None or "/engine/conftest.py:" in rig.core.fault.message, "says no place"
     for i in range(3):
         assert rig.ends[str(i), 0] == "error"
         got = rig.tokens[str(i), 0]

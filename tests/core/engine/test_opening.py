@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,6 +138,58 @@ def test_more_memory_than_the_device_has_is_refused_with_a_length_that_fits(fold
     args = EngineArgs(str(folder), backend="cpu")
     with pytest.raises(RequestError, match=r"--max-model-len: 8192 .*--max-model-len \d+ or less"):
         open_engine(args, choice=small)
+
+
+def test_a_budget_that_the_device_does_not_have_is_refused(folder, choice):
+    def opened(budget):
+        device = replace(choice.devices[0].device, memory_bytes=40 << 20)
+        small = replace(choice, devices=(replace(choice.devices[0], device=device),))
+        args = EngineArgs(str(folder), backend="cpu", kv_cache_memory_bytes=budget)
+        return open_engine(args, choice=small, tokens_each=64)
+
+    with pytest.raises(
+        RequestError, match=r"--kv-cache-memory-bytes: \d+ .works: at most"
+    ) as error:
+        opened(40 << 20)
+    most = int(re.search(r"at most (\d+)", str(error.value))[1])
+    with pytest.raises(RequestError):
+        opened(most + 1)
+    opened(most).close()
+
+
+def declaring(choice, **changes):
+    """The choice of a backend that declares other things."""
+    found = choice.devices[0]
+    capabilities = replace(found.capabilities, **changes)
+    return replace(choice, devices=(replace(found, capabilities=capabilities),))
+
+
+def test_a_flag_that_asks_for_fp8_is_never_served_with_anything_else(folder, choice):
+    words = choice.capabilities.features - {"kv:fp8_ds_mla"}
+    chip = declaring(choice, features=words, defaults={"kv": "bf16"})
+    for flag in ("fp8", "fp8_e4m3"):
+        with pytest.raises(Refused, match="kv:fp8_ds_mla: needed, and not declared"):
+            open_engine(EngineArgs(str(folder), kv_cache_dtype=flag), choice=chip)
+
+
+@pytest.mark.parametrize("name", ["max_topk", "max_heads"])
+def test_a_model_beyond_a_declared_limit_is_refused(start, folder, choice, name):
+    layers = start().deployment.model.layers
+    topk = max(layer.indexer.topk for layer in layers if layer.indexer)
+    size = {"max_topk": topk, "max_heads": max(layer.heads for layer in layers)}[name]
+    args = EngineArgs(str(folder))
+    open_engine(args, choice=declaring(choice, limits={name: size}), tokens_each=64).close()
+    with pytest.raises(Refused, match=f"{name}: the model has {size} .* declares {size - 1} at mo"):
+        open_engine(args, choice=declaring(choice, limits={name: size - 1}))
+
+
+def test_a_private_layout_that_the_session_does_not_bring_is_refused(folder, choice):
+    words = choice.capabilities.features | {"kv:x-cpu/rows", "index:x-cpu/keys"}
+    chip = declaring(choice, features=words, defaults={"kv": "x-cpu/rows", "index": "x-cpu/keys"})
+    with pytest.raises(Refused) as refused:
+        open_engine(EngineArgs(str(folder)), choice=chip)
+    subjects = {refusal.subject for refusal in refused.value.refusals}
+    assert subjects == {"cache layout x-cpu/rows", "cache layout x-cpu/keys"}
 
 
 def test_the_whole_context_is_the_default_and_more_is_refused(start, folder, choice):

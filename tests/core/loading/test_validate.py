@@ -486,9 +486,9 @@ def test_neither_params_nor_config(tmp_path: Path) -> None:
         load_model_spec(Checkpoint(tmp_path, {}))
 
 
-def test_faults_of_params_name_the_folder(bf16_folder: Path) -> None:
+def test_faults_of_params_name_the_file(bf16_folder: Path) -> None:
     source = Checkpoint.open(bf16_folder)
     assert source.params is not None
     broken = Checkpoint(bf16_folder, source.tensors, params=source.params | {"dim": 0})
-    with pytest.raises(CheckpointError, match=rf"^{bf16_folder}: 1 problem"):
+    with pytest.raises(CheckpointError, match=rf"^{bf16_folder}/params.json: 1 problem"):
         load_model_spec(broken)

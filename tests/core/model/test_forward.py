@@ -232,6 +232,28 @@ def test_a_nan_stops_the_engine_for_good(make_rig, prompt):
     assert again.value.fault == caught.value.fault, name
 
 
+def test_a_router_that_can_not_judge_stops_the_engine(make_rig, prompt):
+    """Its rows have no expert: without a fault they would be wrong and look right."""
+    rig = make_rig()
+    layer = next(layer.index for layer in rig.spec.layers if layer.moe)
+    rig.runner.weights.layers[layer]["gate"][1, 0] = float("nan")
+    with pytest.raises(FaultError, match="'nan' at step 1"):
+        rig.step((rig.sequence(prompt(3)), 3))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_have_the_dtype_asked_for_whatever_the_embedding_has(make_rig, prompt, dtype):
+    rig = make_rig(dtype=dtype, kv="bf16")
+    table = rig.runner.weights.top["embedding"].to(torch.bfloat16)
+    found = []
+    for kept in (table.float(), table):
+        rig.runner.weights = rig.runner.weights._replace(
+            top={**rig.runner.weights.top, "embedding": kept}
+        )
+        found.append(rig.logits(prompt(9)))
+    assert torch.equal(*found)
+
+
 def test_padded_rows_raise_no_fault(rig, prompt):
     output = rig.step((rig.sequence(prompt(5)), 5), pad_rows=16, pad_requests=3)
     assert not output.fault

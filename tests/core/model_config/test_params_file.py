@@ -51,6 +51,7 @@ FAULTS: list[tuple[str, Any, list[str]]] = [
     ("dim", True, ["dim: True", "whole number"]),
     ("dim", 0, ["dim: 0", "1 or more"]),
     ("n_layers", 10**9, ["n_layers: 1000000000", "at most 10000"]),
+    ("indexer.topk", 2**40, ["indexer.topk: 1099511627776", "at most 1048576"]),
     ("norm_eps", math.inf, ["norm_eps: inf"]),
     ("norm_eps", 0, ["norm_eps: 0", "above 0"]),
     ("tied_embeddings", 1, ["tied_embeddings: 1", "true or false"]),

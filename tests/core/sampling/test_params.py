@@ -14,13 +14,13 @@ from ml4core.engine.sampling_params import MAX_N, SamplingParams
 NAN, INF = math.nan, math.inf
 
 BAD: list[tuple[str, Any]] = [
-    *(("temperature", x) for x in (-0.1, NAN, INF, -INF, "1", None, True, 10**400)),
+    *(("temperature", x) for x in (-0.1, NAN, INF, -INF, "1", None, True, 10**400, 1e39)),
     *(("top_p", x) for x in (0, -0.1, 1.0001, NAN, "0.5", False)),
     *(("top_k", x) for x in (-2, 1.0, NAN, True, "5", None)),
     *(("min_p", x) for x in (-0.01, 1.01, NAN, None)),
     *(("presence_penalty", x) for x in (-2.01, 2.01, NAN, INF)),
     *(("frequency_penalty", x) for x in (-2.01, 2.01, NAN, INF)),
-    *(("repetition_penalty", x) for x in (0, -1, NAN, INF)),
+    *(("repetition_penalty", x) for x in (0, -1, NAN, INF, 1e39, 1e-39)),
     *(("n", x) for x in (0, -1, MAX_N + 1, 10**9, 1.5, None)),
     *(("seed", x) for x in (2**63, -(2**63) - 1, 1.0, "7")),
     *(("max_tokens", x) for x in (0, -1, 1.5, NAN)),
@@ -72,6 +72,8 @@ def test_contradictions(params: dict[str, Any], field: str) -> None:
         {"top_k": 10**9},
         {"temperature": 0, "top_p": 1e-300},
         {"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 1e-3},
+        {"temperature": 3.4e38, "repetition_penalty": 3.4e38},
+        {"temperature": 1e-320, "repetition_penalty": 1.2e-38},
         {"max_tokens": 4, "min_tokens": 4},
         {"max_tokens": None, "min_tokens": 1000},
         {"seed": 2**63 - 1},

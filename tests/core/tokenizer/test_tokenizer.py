@@ -211,7 +211,7 @@ def test_no_address_in_a_message_is_opened(
         server.settimeout(0.2)
         url = address.format(file=file, host=f"127.0.0.1:{server.getsockname()[1]}")
         part = {"type": "image_url", "image_url": {"url": url}}
-        with pytest.raises(RequestError, match="image_url .works: a text.*have not landed"):
+        with pytest.raises(RequestError, match=r"image_url .works: a text.*have not landed"):
             tokenizer.encode_chat([{"role": "user", "content": [part]}])
         with pytest.raises(TimeoutError):
             server.accept()

@@ -48,6 +48,11 @@ class WeightReader:
         tensor = self._read.plain(self._report.vectors[name], rows)
         return tensor if dtype is None else tensor.to(dtype)
 
+    def place(self, name: str) -> str:
+        """The file, if it is known, and the name of a tensor, for messages."""
+        info = self._report.vectors.get(name)
+        return name if info is None else f"{info.file}: {name}"
+
     def shape(self, stem: str) -> tuple[int, int]:
         """Rows and columns of a whole matrix."""
         return self._report.matrices[stem].shape

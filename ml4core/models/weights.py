@@ -169,7 +169,7 @@ class Loader:
         try:
             return inv_freq(layer.rope, learned)
         except ValueError as error:
-            raise CheckpointError(f"{name}: {error}") from error
+            raise CheckpointError(f"{self.reader.place(name)}: {error}") from error
 
     def _indexer(self, indexer: IndexerSpec, prefix: str) -> Weights:
         read, fp32 = self.reader, torch.float32

@@ -82,7 +82,8 @@ _TABLE = (
         "ffn",
         "(weights, residual, hidden, next_norm [H] | None) -> (residual, hidden | None)",
         "Router, routed and shared experts (or the dense block), all-reduce, residual and, given "
-        "its weight, the next norm.",
+        "its weight, the next norm. A row to which the router gives no weight, as it saw NaN, is "
+        "NaN.",
     ),
     StageSpec(
         "verify_and_sample",

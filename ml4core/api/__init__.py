@@ -2,7 +2,7 @@
 import.
 """
 
-from ml4core.api.backend import Backend, Device, DeviceKind, Probe, Session
+from ml4core.api.backend import Backend, Device, DeviceKind, ModelPart, Probe, Session
 from ml4core.api.capabilities import VOCABULARY, Capabilities
 from ml4core.api.collectives import Collectives
 from ml4core.api.deployment import Deployment
@@ -98,6 +98,7 @@ __all__ = [
     "LayerKV",
     "LayerSpec",
     "MoESpec",
+    "ModelPart",
     "ModelSpec",
     "OpSpec",
     "Probe",

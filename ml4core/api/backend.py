@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ml4core.api.deployment import Deployment
 
 DeviceKind = Literal["real", "interpreted", "fake"]
+ModelPart = Literal["decoder", "draft", "vision"]
 
 
 @dataclass(frozen=True)
@@ -126,14 +127,21 @@ class Session(Protocol):
         ...
 
     def prepare_weights(
-        self, weights: Mapping[str, Tensor | Weight], layer: LayerSpec | None
+        self,
+        weights: Mapping[str, Tensor | Weight],
+        layer: LayerSpec | None,
+        part: ModelPart = "decoder",
     ) -> Mapping[str, Tensor | Weight]:
-        """Lays out one layer's weights (``layer`` None: embedding, final norm, output) on the
-        device. Called once for each, in order, so that memory peaks at the model plus one layer.
-        Arguments may be reused or dropped. Where images are served, ``layer`` is None too for
-        ``VISION_WEIGHTS`` and for ``VISION_LAYER_WEIGHTS`` of each of the encoder's layers; names
-        tell them apart. Where drafts are made, so it is for ``DRAFT_WEIGHTS``; draft layers have
-        their spec."""
+        """Lays out one layer's weights on the device. Called once for each, in order, so that
+        memory peaks at the model plus one layer. Arguments may be reused or dropped.
+
+        Args:
+            weights: by the names of ``LAYER_WEIGHTS``; with ``layer`` None those of
+                ``GLOBAL_WEIGHTS``, ``DRAFT_WEIGHTS`` or ``VISION_WEIGHTS``, or of
+                ``VISION_LAYER_WEIGHTS`` for each layer of the encoder in turn.
+            layer: a layer of the decoder or of the drafter; the vision encoder's have no spec.
+            part: what the weights belong to. Layers of decoder and drafter both count from 0.
+        """
         ...
 
     def alloc_kv(self, layout: KVLayout, blocks: int, block_size: int) -> KVCache:
@@ -141,7 +149,9 @@ class Session(Protocol):
         ...
 
     def fault(self) -> Fault | None:
-        """The sticky fault of the device, if one is set."""
+        """The sticky fault of the device, if one is known on the host. Doesn't wait for the
+        device: it is asked for on every step.
+        """
         ...
 
     def close(self) -> None:

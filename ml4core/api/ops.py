@@ -339,11 +339,19 @@ _TABLE = (
             _value("w2", "Weight[E,H,I]"),
             _f32("weights", "T", "topk"),
             _i64("ids", "T", "topk"),
+            _value("first_expert", "int", optional=True),
         ),
         (_x("out", "T", "H"),),
-        "sum_j weights[t,j] * w2[e] (silu(w1[e] x) * (w3[e] x)), e = ids[t,j]; w13 = [w1; w3]. The "
-        "weighted sum is fp32, cast once.",
-        corners=("one row", "an expert without tokens", "all tokens to one expert", "weight 0"),
+        "sum_j weights[t,j] * w2[e] (silu(w1[e] x) * (w3[e] x)), e = ids[t,j] - first_expert; w13 ="
+        " [w1; w3]. Choices with e outside of [0, E) are another rank's and add nothing, as does "
+        "weight 0, whatever x holds. The weighted sum is fp32, cast once.",
+        corners=(
+            "one row",
+            "an expert without tokens",
+            "all tokens to one expert",
+            "weight 0",
+            "experts of another rank",
+        ),
     ),
     OpSpec(
         "quantize",

@@ -18,6 +18,7 @@ from ml4core.api import (
     KVCache,
     KVLayout,
     LayerSpec,
+    ModelPart,
     StepOutput,
     StepShape,
     VisionShape,
@@ -62,7 +63,10 @@ class CpuSession:
         return ()
 
     def prepare_weights(
-        self, weights: Mapping[str, Tensor | Weight], layer: LayerSpec | None
+        self,
+        weights: Mapping[str, Tensor | Weight],
+        layer: LayerSpec | None,
+        part: ModelPart = "decoder",
     ) -> Mapping[str, Tensor | Weight]:
         output = weights.get("output")
         tied = isinstance(output, Weight) and output.data is weights.get("embedding")

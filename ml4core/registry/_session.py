@@ -16,6 +16,7 @@ from ml4core.api import (
     KVCache,
     KVLayout,
     LayerSpec,
+    ModelPart,
     Refusal,
     Refused,
     Rejected,
@@ -154,10 +155,13 @@ class _CheckedSession:
                 self._calls.refuse(subject, problem)
         return found
 
-    def prepare_weights(self, weights: Weights, layer: LayerSpec | None) -> Weights:
+    def prepare_weights(
+        self, weights: Weights, layer: LayerSpec | None, part: ModelPart = "decoder"
+    ) -> Weights:
         where = "outside of the layers" if layer is None else f"of layer {layer.index}"
-        subject = f"prepare_weights {where}"
-        prepared: object = self._calls.guard(subject, self._session.prepare_weights, weights, layer)
+        subject = f"prepare_weights {where}{'' if part == 'decoder' else f' ({part})'}"
+        prepare = self._session.prepare_weights
+        prepared: object = self._calls.guard(subject, prepare, weights, layer, part)
         if not isinstance(prepared, Mapping):
             self._calls.refuse(subject, f"returned {_shown(prepared)}, no mapping of weights")
         return prepared

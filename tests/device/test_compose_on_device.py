@@ -27,8 +27,8 @@ pytestmark = pytest.mark.accelerator
 class TorchSession(CpuSession):
     """The embedded session with its arrays on another device."""
 
-    def prepare_weights(self, weights, layer):
-        prepared = super().prepare_weights(weights, layer)
+    def prepare_weights(self, weights, layer, part="decoder"):
+        prepared = super().prepare_weights(weights, layer, part)
         return torch.utils._pytree.tree_map_only(
             torch.Tensor, lambda t: t.to(self.device.torch_device), prepared
         )

@@ -20,7 +20,8 @@ from ml4core.compose.ops.tiles import tile_size, tiles
 def grouped_gemm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Rows of ``x`` [M, K] times the transpose of their matrix of ``w`` [E, N, K]: fp32 [M, N].
 
-    Rows ends[e - 1] .. ends[e] - 1 belong to matrix e; ``ends`` is int32 [E], its last value M.
+    Rows ends[e - 1] .. ends[e] - 1 belong to matrix e; ``ends`` is int32 [E]. Rows
+    behind its last value are of no matrix, and theirs of the result hold anything.
     """
     if x.device.type == "cpu":
         return _by_group(x, w, ends)

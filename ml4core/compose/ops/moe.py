@@ -30,18 +30,24 @@ def router(
     return torch.where(broken, 0.0, chosen * routed_scale), ids
 
 
-def moe_experts(x: Tensor, w13: Weight, w2: Weight, weights: Tensor, ids: Tensor) -> Tensor:
+def moe_experts(
+    x: Tensor, w13: Weight, w2: Weight, weights: Tensor, ids: Tensor, first_expert: int = 0
+) -> Tensor:
     """The weighted sum of experts ids [T, topk] on ``x`` [T, H], in x's dtype."""
     rows, topk = ids.shape
-    expert, order = ids.flatten().sort(stable=True)
-    counts = torch.zeros(w13.shape[0], dtype=torch.int64, device=x.device)
-    ends = counts.scatter_add(0, expert, torch.ones_like(expert)).cumsum(0).to(torch.int32)
+    count = w13.shape[0]
+    local = ids - first_expert
+    mine = (local >= 0) & (local < count)
+    # Other ranks' choices stand behind the last group, where the product leaves anything.
+    expert, order = torch.where(mine, local, count).flatten().sort(stable=True)
+    counts = torch.zeros(count + 1, dtype=torch.int64, device=x.device)
+    ends = counts.scatter_add(0, expert, torch.ones_like(expert)).cumsum(0)[:count].to(torch.int32)
     inner = grouped_gemm(x.index_select(0, order // topk), _stack(w13), ends)
     outer = grouped_gemm(silu_mul(inner), _stack(w2), ends)
     back = torch.empty_like(order).scatter(0, order, torch.arange(rows * topk, device=x.device))
     each = outer.index_select(0, back).view(rows, topk, -1)
     # What has no weight adds nothing, whatever it is. The sum runs over choices, in their order.
-    factor = weights.unsqueeze(-1)
+    factor = torch.where(mine, weights, 0.0).unsqueeze(-1)
     return torch.where(factor == 0, 0.0, factor * each).sum(1).to(x.dtype)
 
 

@@ -230,6 +230,23 @@ def test_a_weight_may_hold_its_bf16_data_in_any_stack() -> None:
     assert_close(moe_experts(x, w13, w2, weights, ids), want, size, H)
 
 
+def other_ranks() -> None:
+    """Shares of ranks that hold some experts add up to all; a NaN row of others stays out."""
+    draw = Draw(14)
+    x, ids = draw.normal(9, H), torch.arange(18).view(9, 2) * 7 % E
+    w13, w2 = draw.normal(E, 2 * I, H), draw.normal(E, H, I)
+    weights = draw.uniform(9, 2)
+    want, size = experts_reference(x, w13, w2, weights, ids)
+    total = torch.zeros(9, H)
+    for first, last in ((0, 1), (1, 4), (4, E)):
+        mine = [quantize(w[first:last].contiguous(), "fp32") for w in (w13, w2)]
+        total += moe_experts(x, *mine, weights, ids, first)
+    assert_close(total, want, size, H)
+    nan = torch.full((2, H), NAN)
+    away = moe_experts(nan, *(quantize(w[:2], "fp32") for w in (w13, w2)), weights[:2], ids[:2], E)
+    assert torch.equal(away, torch.zeros(2, H))
+
+
 CORNERS: dict[str, dict[str, Check]] = {
     "router": {
         "ties": router_ties,
@@ -242,6 +259,7 @@ CORNERS: dict[str, dict[str, Check]] = {
         "an expert without tokens": lambda: check_experts(torch.tensor([[0, 4], [4, 0], [0, 2]])),
         "all tokens to one expert": lambda: check_experts(torch.full((7, 1), 3)),
         "weight 0": no_weight,
+        "experts of another rank": other_ranks,
     },
 }
 

@@ -60,7 +60,7 @@ class Session:
     )
     collectives: Any = None
     providers: Any = lambda *_: ()
-    prepare_weights: Any = lambda weights, layer: weights
+    prepare_weights: Any = lambda weights, layer, part: weights
     alloc_kv: Any = lambda layout, blocks, block_size: cache(blocks, block_size)
     fault: Any = lambda: None
     close: Any = lambda: None

@@ -97,7 +97,7 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[VisionSpec, 
     assert spec is not None
     session = open_session(spec, dtype)
     (_, top), *layers = [
-        (layer, session.prepare_weights(weights, None))
+        (layer, session.prepare_weights(weights, None, "vision"))
         for layer, weights in load_vision(checkpoint, spec, dtype)
     ]
     return spec, VisionWeights(top, tuple(weights for _, weights in layers))

@@ -1,0 +1,69 @@
+"""The input of an op's check as data: how to make the arguments, and which corners they show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ml4core_conformance.draw import Draw
+
+Arguments = dict[str, Any]
+"""Arguments of an op by the names of its contract: CPU tensors, ``Weight``s of CPU tensors, plain
+values, and a ``Pages`` where the contract says ``KVCache``.
+"""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A cache before a session has allocated it.
+
+    Attributes:
+        layout: id of the layout.
+        block_size: tokens a page.
+        parts: bytes of each part as CPU tensors of the layout's shapes: ``[blocks, ...]``.
+        scale: [1] fp32 where the layout has one scale for all.
+        page_stride: with N > 1 the cache is every N-th page of a larger allocation, so that pages
+            are strided.
+    """
+
+    layout: str
+    block_size: int
+    parts: tuple[Any, ...]
+    scale: Any = None
+    page_stride: int = 1
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One input of one op.
+
+    Attributes:
+        op: a name of ``ml4core.api.OPS``.
+        variant: what is judged apart and needs the same capabilities, e.g. ``fp8_ds_mla`` or
+            ``bf16``. Checks are ``family[op/variant]``.
+        name: unique among the op's variant.
+        make: arguments of a seed; the same seed gives the same.
+        corners: words of ``OPS[op].corners`` that this case shows.
+        requires: capability words beyond ``op:<op>``.
+        small: quick enough for the self-test.
+        options: facts for the oracle, e.g. a declared compute variant.
+        bugs: ids of known public faults that it guards against.
+    """
+
+    op: str
+    variant: str
+    name: str
+    make: Callable[[Draw], Arguments]
+    corners: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    small: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    bugs: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        return f"{self.op}/{self.variant}/{self.name}"
+
+    def arguments(self, seed: int) -> Arguments:
+        return self.make(Draw(seed, self.id))

@@ -1,0 +1,1 @@
+"""Inputs of the checks of ops, as data."""

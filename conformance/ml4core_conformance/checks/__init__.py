@@ -1,0 +1,1 @@
+"""The checks, by subject. Each module has a function ``checks`` that lists its own."""

@@ -1,0 +1,1 @@
+"""Result files rendered for people and for other tools."""

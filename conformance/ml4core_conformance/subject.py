@@ -1,0 +1,112 @@
+"""The backend under judgement, as checks see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ml4core.api import OPS, Backend, Capabilities, Deployment, Device, ModelSpec, Session
+from ml4core.compose.bind import bind_ops
+from ml4core.registry import PluginRecord
+from ml4core_conformance.check import CheckFailed, Measure
+from ml4core_conformance.evaluation import Evaluation, evaluate
+
+if TYPE_CHECKING:
+    from ml4core_conformance.case import OpCase
+
+
+@dataclass
+class Subject:
+    """A backend on one device, with what checks of one unit share.
+
+    Sessions are the backend's own, not guarded by core: what a plugin does wrong is to be seen.
+
+    Attributes:
+        backend: what is judged; possibly a mutant.
+        device: the device that its probe found.
+        seeds: inputs are drawn once for each.
+        record: how it was installed; None where a bare object is judged.
+        options: ``additional_config`` for every session.
+        measures: what the running check has judged so far.
+    """
+
+    backend: Backend
+    device: Device
+    seeds: tuple[int, ...] = (0,)
+    record: PluginRecord | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    measures: list[Measure] = field(default_factory=list)
+    _evaluations: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
+    _sessions: list[Session] = field(default_factory=list)
+
+    @cached_property
+    def capabilities(self) -> Capabilities:
+        return self.backend.capabilities(self.device)
+
+    def measure(self, measure: Measure) -> None:
+        """Keeps a judged number for the report, and raises ``CheckFailed`` if it is too large."""
+        self.measures.append(measure)
+        if not measure.error <= measure.bound:
+            raise CheckFailed(
+                f"{measure.what}: error {measure.error:.3g} is above the bound {measure.bound:.3g} "
+                f"({measure.ratio:.3g} times) at {measure.where}"
+            )
+
+    def deployment(self, model: ModelSpec | None = None, **changes: Any) -> Deployment:
+        """A deployment of the device's defaults; ``changes`` are fields of ``Deployment``."""
+        defaults = self.capabilities.defaults
+        base = Deployment(
+            model=model or ModelSpec("conformance", 8, 128, 1e-6, 128, False, ()),
+            device=self.device,
+            dtype=defaults.get("dtype", "bfloat16"),
+            kv_layout=defaults.get("kv", "bf16"),
+            index_layout=defaults.get("index", "planar_f32"),
+            block_size=int(defaults.get("block_size", "64")),
+            max_model_len=4096,
+            additional_config=dict(self.options),
+        )
+        return replace(base, **changes)
+
+    def open(self, deployment: Deployment | None = None) -> Session:
+        """A session; closed when the unit ends. ``Refused`` is passed on."""
+        session = self.backend.open(deployment or self.deployment())
+        self._sessions.append(session)
+        return session
+
+    @cached_property
+    def session(self) -> Session:
+        """The session of ``deployment()`` that checks of ops and layouts share."""
+        return self.open()
+
+    @cached_property
+    def ops(self) -> Mapping[str, Callable[..., Any]]:
+        """Every op that the backend offers or has composed, by name."""
+        return bind_ops(self.session, self.capabilities, self.backend.name)[0]
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device.torch_device)
+
+    def evaluate(self, case: OpCase, seed: int) -> Evaluation:
+        """The oracle's and the backend's results of one case. Each is made once a unit."""
+        key = (case.id, seed)
+        if key not in self._evaluations:
+            self._evaluations[key] = evaluate(self, case, seed)
+        return self._evaluations[key]
+
+    def close(self) -> None:
+        """Ends the unit: drops shared work and closes each session."""
+        self._evaluations.clear()
+        for name in ("session", "ops"):
+            self.__dict__.pop(name, None)
+        while self._sessions:
+            self._sessions.pop().close()
+
+
+def declared(capabilities: Capabilities, op: str) -> bool:
+    """Whether an op can be judged: offered, or composed."""
+    return op in OPS and not capabilities.missing({f"op:{op}"})

@@ -2,10 +2,12 @@
 #   PYTHON=python3.12         the interpreter to build .venv with
 #   PIP_ARGS="--index-url …"  more arguments for every `pip install`
 #   PYTEST_ARGS="-k name"     more arguments for pytest
+#   BENCH_ARGS="MODEL"        more arguments for `make bench`
 
 PYTHON ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := .venv/bin
 PROJECTS := . backends/cuda backends/rocm backends/tpu conformance
@@ -15,14 +17,13 @@ SIBLINGS = $(patsubst %,-e %,$(filter-out .,$(PROJECTS)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-full lint wheels
+.PHONY: help run test test-full lint bench wheels
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
-run: .venv/.installed ## make a small model with seeded weights, and let it tell a story
-	$(BIN)/ml4 checkpoint make build/ml4-seeded --if-missing
-	$(BIN)/ml4 generate build/ml4-seeded --prompt "Tell me a story about a rabbit named Pip." --max-tokens 48
+run: .venv/.installed ## let the shipped model tell a story
+	$(BIN)/ml4 generate --prompt "Tell me a story about a rabbit named Pip." --max-tokens 300
 
 test: .venv/.installed-dev ## run the tests, but for the slow ones and those that need the internet
 	$(BIN)/pytest -m "not slow and not network" $(PYTEST_ARGS)
@@ -35,6 +36,9 @@ lint: .venv/.installed-dev ## ruff, mypy, import-linter
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: .venv/.installed-dev ## measure steps, speed, memory, and transformers beside it
+	$(BIN)/ml4 bench step --compare transformers $(BENCH_ARGS)
 
 wheels: .venv/.installed-dev ## build the wheels of the five distributions into dist/
 	rm -rf $(PROJECTS:%=%/build/lib) $(PROJECTS:%=%/build/bdist.*)

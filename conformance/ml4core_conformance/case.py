@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ml4core_conformance.draw import Draw
 
@@ -19,12 +19,14 @@ class Pages:
     """A cache before a session has allocated it.
 
     Attributes:
-        layout: id of the layout.
+        layout: id of the layout: of ``ml4core.api.known_layouts`` at the published widths (latent
+            512, rope 64, index key 128), or a private one of the session.
         block_size: tokens a page.
         parts: bytes of each part as CPU tensors of the layout's shapes: ``[blocks, ...]``.
         scale: [1] fp32 where the layout has one scale for all.
         page_stride: with N > 1 the cache is every N-th page of a larger allocation, so that pages
             are strided.
+        role: ``latent`` or ``index``: both have a layout called ``fp32``.
     """
 
     layout: str
@@ -32,6 +34,7 @@ class Pages:
     parts: tuple[Any, ...]
     scale: Any = None
     page_stride: int = 1
+    role: Literal["latent", "index"] = "latent"
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class OpCase:
         small: quick enough for the self-test.
         options: facts for the oracle, e.g. a declared compute variant.
         bugs: ids of known public faults that it guards against.
+        limits: by key of ``Capabilities.limits``: what it asks for. A backend that declares less
+            isn't judged by it.
     """
 
     op: str
@@ -60,6 +65,11 @@ class OpCase:
     small: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     bugs: tuple[str, ...] = ()
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+    def within(self, limits: Mapping[str, int]) -> bool:
+        """Whether a backend of these declared limits has to serve it."""
+        return all(size <= limits.get(name, size) for name, size in self.limits.items())
 
     @property
     def id(self) -> str:

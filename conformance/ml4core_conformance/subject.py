@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ml4core.api import OPS, Backend, Capabilities, Deployment, Device, ModelSpec, Session
-from ml4core.compose.bind import bind_ops
 from ml4core.registry import PluginRecord
 from ml4core_conformance.check import CheckFailed, Measure
 from ml4core_conformance.evaluation import Evaluation, evaluate
+from ml4core_conformance.offered import offered_ops
+from ml4core_conformance.refusing import fields
 
 if TYPE_CHECKING:
     from ml4core_conformance.case import OpCase
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Subject:
         seeds: inputs are drawn once for each.
         record: how it was installed; None where a bare object is judged.
         options: ``additional_config`` for every session.
+        small: only cases marked ``small`` are to be judged, as the self-test asks.
         measures: what the running check has judged so far.
     """
 
@@ -39,9 +43,14 @@ class Subject:
     seeds: tuple[int, ...] = (0,)
     record: PluginRecord | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    small: bool = False
     measures: list[Measure] = field(default_factory=list)
     _evaluations: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
     _sessions: list[Session] = field(default_factory=list)
+    _shared: dict[str, Any] = field(default_factory=dict)
+    _by_needs: dict[frozenset[str], tuple[Session, Mapping[str, Callable[..., Any]]]] = field(
+        default_factory=dict
+    )
 
     @cached_property
     def capabilities(self) -> Capabilities:
@@ -84,8 +93,21 @@ class Subject:
 
     @cached_property
     def ops(self) -> Mapping[str, Callable[..., Any]]:
-        """Every op that the backend offers or has composed, by name."""
-        return bind_ops(self.session, self.capabilities, self.backend.name)[0]
+        """Every op that the backend offers or has composed, by name. ``CheckFailed`` for others."""
+        return offered_ops(self.session, self.capabilities)
+
+    def session_for(
+        self, needs: frozenset[str] = frozenset()
+    ) -> tuple[Session, Mapping[str, Callable[..., Any]]]:
+        """The session of a deployment with these ``needs``, in the layouts and dtype they name,
+        and its ops. One for each set.
+        """
+        if not needs:
+            return self.session, self.ops
+        if needs not in self._by_needs:
+            session = self.open(self.deployment(**fields(needs)))
+            self._by_needs[needs] = session, offered_ops(session, self.capabilities)
+        return self._by_needs[needs]
 
     @property
     def torch_device(self) -> torch.device:
@@ -98,9 +120,18 @@ class Subject:
             self._evaluations[key] = evaluate(self, case, seed)
         return self._evaluations[key]
 
+    def once(self, key: str, make: Callable[[], T]) -> T:
+        """What checks of one unit share, made when it is first asked for."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        found: T = self._shared[key]
+        return found
+
     def close(self) -> None:
         """Ends the unit: drops shared work and closes each session."""
         self._evaluations.clear()
+        self._shared.clear()
+        self._by_needs.clear()
         for name in ("session", "ops"):
             self.__dict__.pop(name, None)
         while self._sessions:

@@ -19,8 +19,9 @@ from ml4core.api.model import (
     SSMaxSpec,
     YarnSpec,
 )
-from ml4core.api.ops import OPS, Arg, OpSpec
-from ml4core.api.refusal import Refusal, Refused
+from ml4core.api.op_spec import Arg, OpSpec
+from ml4core.api.ops import OPS
+from ml4core.api.refusal import Refusal, Refused, refuse_missing, undeclared
 from ml4core.api.speculation import (
     DRAFT_GROUP,
     DRAFT_SALT,
@@ -44,7 +45,14 @@ from ml4core.api.stages import (
     Selection,
     StageSpec,
 )
-from ml4core.api.step import Segment, StepExecutor, StepOutput, StepPlan, StepShape
+from ml4core.api.step import (
+    Segment,
+    StepBuckets,
+    StepExecutor,
+    StepOutput,
+    StepPlan,
+    StepShape,
+)
 from ml4core.api.version import API_KEYWORD, API_VERSION, SUPPORTED_API_VERSIONS
 from ml4core.api.vision import (
     VISION_LAYER_WEIGHTS,
@@ -113,6 +121,7 @@ __all__ = [
     "Selection",
     "Session",
     "StageSpec",
+    "StepBuckets",
     "StepExecutor",
     "StepOutput",
     "StepPlan",
@@ -126,4 +135,6 @@ __all__ = [
     "YarnSpec",
     "hookimpl",
     "hookspec",
+    "refuse_missing",
+    "undeclared",
 ]

@@ -94,7 +94,11 @@ class Backend(Protocol):
 
 
 class Session(Protocol):
-    """A backend opened for one deployment. Core loops over layers; a session serves their parts."""
+    """A backend opened for one deployment. Core loops over layers; a session serves their parts.
+
+    It may have ``step_buckets``, a ``StepBuckets``: the sizes that it compiles steps for. Without,
+    or with None, steps have the sizes that they have.
+    """
 
     @property
     def device(self) -> Device: ...

@@ -1,53 +1,19 @@
 """The table of operations: the one place that says what each computes, on which shapes, and what it
 may write.
 
-Ops return fresh tensors and change nothing but the arguments named in ``writes``. All accumulate in
-fp32; positions and byte offsets are 64 bit. Letters in shapes are those of ``ml4core.api.model``;
-further: ``R`` requests, ``B`` pages a request, ``S`` key columns (``B * block_size``), ``W`` query
-    width (``L`` or
+Ops return fresh, contiguous tensors and change nothing but the arguments named in ``writes``.
+Arguments may be strided, and there may be no rows at all. All accumulate in fp32; positions and
+byte offsets are 64 bit. Letters in shapes are those of ``ml4core.api.model``; further: ``R``
+requests, ``B`` pages a request, ``S`` key columns (``B * block_size``), ``W`` query width (``L`` or
 ``L + rope dims``), ``Q`` rows a request at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
-
-@dataclass(frozen=True)
-class Arg:
-    """An argument. ``axes`` is its shape in letters, None for a Python value; ``dtypes`` are torch
-    names or kinds.
-    """
-
-    name: str
-    dtypes: tuple[str, ...]
-    axes: tuple[str, ...] | None = None
-    optional: bool = False
-
-
-@dataclass(frozen=True)
-class OpSpec:
-    """The contract of one op.
-
-    Attributes:
-        args: in call order.
-        returns: the results, in order.
-        writes: names of the only arguments that may change.
-        corners: cases that any set of checks must contain.
-        since: API version that introduced it.
-        doc: the meaning.
-    """
-
-    name: str
-    args: tuple[Arg, ...]
-    returns: tuple[Arg, ...]
-    doc: str
-    writes: tuple[str, ...] = ()
-    corners: tuple[str, ...] = ()
-    since: int = 1
-
+from ml4core.api.op_spec import Arg, OpSpec
 
 _FLOAT = ("float32", "bfloat16")
 
@@ -344,7 +310,8 @@ _TABLE = (
         (_x("out", "T", "H"),),
         "sum_j weights[t,j] * w2[e] (silu(w1[e] x) * (w3[e] x)), e = ids[t,j] - first_expert; w13 ="
         " [w1; w3]. Choices with e outside of [0, E) are another rank's and add nothing, as does "
-        "weight 0, whatever x holds. The weighted sum is fp32, cast once.",
+        "weight 0, whatever x holds. Inner values may be rounded to x's dtype; the weighted sum is "
+        "fp32, cast once.",
         corners=(
             "one row",
             "an expert without tokens",
@@ -357,7 +324,8 @@ _TABLE = (
         "quantize",
         (_x("x", "...", "K"), _value("format", "str"), _value("rule", "str", optional=True)),
         (_value("weight", "Weight"),),
-        "A tensor in a weight format; bytes are exact.",
+        "A tensor in a weight format, bit for bit as ml4core.formats has it. Rules, the first of "
+        "which is the default: fp8_block linear, pow2; mxfp4 even, floor, roundup, ceil.",
         corners=("zero block", "ties", "max block", "sign of zero"),
     ),
     OpSpec(
@@ -383,12 +351,13 @@ _TABLE = (
             _f32("temperature", "R"),
             _i64("seeds", "R"),
             _i64("positions", "R"),
+            _value("block", "bool", optional=True),
         ),
         (_i64("ids", "R", "Q"), _i64("counts", "R")),
         "Accepts a prefix of the drafts and adds one token, so that the law of the output is that "
-        "of the target. Temperature 0: equal "
-        "to argmax. Without draft_logits a draft counts as certain. Draft -1 ends the run and the "
-        "token is drawn from the target.",
+        "of the target. Temperature 0: equal to argmax. Without draft_logits a draft counts as "
+        "certain. Draft -1 ends the run and the token is drawn from the target. With block the "
+        "prefix is judged as a whole, by the rule of ``Verifier``.",
         corners=("all accepted", "none accepted", "draft -1", "depth 1, 2, 3", "temperature 0"),
     ),
 )

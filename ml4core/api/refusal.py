@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ml4core.api.capabilities import Capabilities
+    from ml4core.api.deployment import Deployment
 
 
 @dataclass(frozen=True, order=True)
@@ -41,3 +46,25 @@ class Refused(Exception):
         lines = "\n".join(f"  - {refusal}" for refusal in self.refusals)
         count = len(self.refusals)
         super().__init__(f"{what} is refused for {count} reason{'s' * (count > 1)}:\n{lines}")
+
+
+def undeclared(
+    needs: Iterable[str], capabilities: Capabilities, source: str
+) -> tuple[Refusal, ...]:
+    """A reason for each needed word that isn't declared; its subject is the word."""
+    return tuple(_undeclared(word, capabilities, source) for word in capabilities.missing(needs))
+
+
+def refuse_missing(deployment: Deployment, capabilities: Capabilities, backend: str) -> None:
+    """Raises ``Refused`` that names each needed word which isn't declared; returns if there is
+    none. For a backend's ``open`` to begin with: what is undeclared is refused whoever asks.
+    """
+    if reasons := undeclared(deployment.needs, capabilities, backend):
+        raise Refused(reasons, what=f"--backend {backend}")
+
+
+def _undeclared(word: str, capabilities: Capabilities, source: str) -> Refusal:
+    prefix = word.partition(":")[0]
+    declared = ", ".join(f"{prefix}:{name}" for name in capabilities.names(prefix))
+    reason = f"needed, and not declared; declared with {prefix}: are {declared or 'none'}"
+    return Refusal(source, word, reason)

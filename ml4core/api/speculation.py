@@ -26,7 +26,9 @@ DRAFT_GROUP = "draft"
 """Name of the KV group that holds the drafter's rows."""
 
 DRAFT_SALT = 1 << 30
-"""Added to the position of a draft's draw: drafts and their verification share no noise."""
+"""Draft i of a block draws with the anchor's position plus (i + 1) times this: drafts share no
+noise with their verification, nor with drafts of another block, which may stand at the same place.
+"""
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,8 @@ class Verifier(Protocol):
         sampling: Sampling,
         draft_ids: Tensor | None = None,
         draft_logits: Tensor | None = None,
+        *,
+        block: bool = False,
     ) -> Verified:
         """Emits tokens whose law is that of the target.
 
@@ -261,5 +265,11 @@ class Verifier(Protocol):
             draft_ids: [R, Q-1], -1 where there is no draft. None: Q is 1 and tokens are drawn.
             draft_logits: [R, Q-1, vocab] that the drafts were drawn from, before the same
                 temperature. None: a draft counts as certain, which greedy drafts need.
+            block: drafts are judged as a block, not one by one; only a backend that declares
+                ``spec:block_verification`` is asked to. With P_0 = 1, P_i = min(P_(i-1) p_i(d_i) /
+                q_i(d_i), 1), S_i the sum over x of max(P_i p_(i+1)(x) - q_(i+1)(x), 0) and h_i =
+                S_i / (S_i + 1 - P_i), but P_i for the last draft: the longest i with u_i < h_i are
+                kept. After the last draft the next token has the law of p, else that of the terms
+                of S_i. The u are of this block alone: one after it shares none of them.
         """
         ...

@@ -88,7 +88,7 @@ _TABLE = (
     StageSpec(
         "verify_and_sample",
         "(logits [R Q,vocab], sampling: Sampling, draft_ids [R,Q-1] | None = None, draft_logits "
-        "[R,Q-1,vocab] | None = None) -> Verified(ids [R,Q], counts [R])",
+        "[R,Q-1,vocab] | None = None, *, block=False) -> Verified(ids [R,Q], counts [R])",
         "Draws a token a request, or judges its drafts and adds a token; ``Verifier`` has the "
         "arguments' meaning. Bound for the shape of the step that made the logits.",
         per_layer=False,

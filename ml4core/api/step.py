@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +67,42 @@ class StepShape:
 
 
 @dataclass(frozen=True)
+class StepBuckets:
+    """The sizes that a session compiles steps for: each of a step's is padded to the smallest that
+    holds it. One beyond the largest keeps its exact size, as does each where there are none; what
+    is empty, such as a segment without rows, stays empty.
+
+    All are ascending, from 1. Raises ``ValueError`` for what isn't.
+
+    Attributes:
+        decode, verify: requests of these segments.
+        prefill_requests, prefill_rows: of the prefill segment. With rows stated, its ``max_rows``
+            is the padded count of its rows.
+        pages: pages a request.
+        logits: rows whose logits are wanted.
+    """
+
+    decode: tuple[int, ...] = ()
+    verify: tuple[int, ...] = ()
+    prefill_requests: tuple[int, ...] = ()
+    prefill_rows: tuple[int, ...] = ()
+    pages: tuple[int, ...] = ()
+    logits: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            sizes = getattr(self, name)
+            if any(size <= before for before, size in zip((0, *sizes), sizes, strict=False)):
+                raise ValueError(f"{name} of the step buckets are {sizes}; they must ascend from 1")
+
+    def padded(self, name: str, size: int) -> int:
+        """What a size of this name is padded to."""
+        if size == 0:
+            return 0
+        return next((bucket for bucket in getattr(self, name) if bucket >= size), size)
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """The input of a forward. ``T`` rows, ``R`` requests, ``B`` pages, ``J`` logit rows; all padded
     to ``shape``.
@@ -98,9 +134,46 @@ class StepPlan:
     slots: Mapping[str, Tensor]
     logits_indices: Tensor
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name, in one order for all plans; those of groups are
+        ``block_tables.<group>`` and ``slots.<group>``.
+        """
+        found = {name: getattr(self, name) for name in _PLAIN}
+        for name in _GROUPED:
+            found |= {f"{name}.{group}": one for group, one in getattr(self, name).items()}
+        return found
+
+    def replace_tensors(self, tensors: Mapping[str, Tensor]) -> StepPlan:
+        """The plan of the same shape with these tensors in place of its own, by the names of
+        ``tensors()``; those that are not named stay. Raises ``ValueError`` for other names.
+        """
+        if unknown := sorted(tensors.keys() - self.tensors().keys()):
+            raise ValueError(f"{unknown} are no tensors of a plan; it has {list(self.tensors())}")
+        plain: dict[str, Any] = {name: one for name, one in tensors.items() if name in _PLAIN}
+        grouped: dict[str, Any] = {
+            name: {
+                group: tensors.get(f"{name}.{group}", one)
+                for group, one in getattr(self, name).items()
+            }
+            for name in _GROUPED
+        }
+        return replace(self, **plain, **grouped)
+
+
+_PLAIN = (
+    "token_ids",
+    "positions",
+    "row_request",
+    "query_start",
+    "visible",
+    "logits_indices",
+)
+_GROUPED = ("block_tables", "slots")
+
 
 class StepOutput(NamedTuple):
-    """The result of a forward.
+    """The result of a forward. An executor may give the same memory in each step, see
+    ``StepExecutor``.
 
     Attributes:
         logits: [J, vocab] fp32.
@@ -116,6 +189,11 @@ class StepOutput(NamedTuple):
 class StepExecutor(Protocol):
     """Turns the forward into what runs for one shape: itself on a CPU, a captured graph, or a
     compiled program.
+
+    What a compiled callable returns lives until the executor's next call, of any shape: the engine
+    queues all that reads it, or copies it, on the same stream before. The plan's tensors belong to
+    the engine, which may write to them once the call has returned: a graph copies them into
+    buffers of its own (``StepPlan.tensors``).
     """
 
     def compile(

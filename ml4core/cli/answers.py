@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml4core.cli import output
+from ml4core.engine.outputs import DraftCounts
 from ml4core.serving.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 NO_LOGPROB = -9999.0
@@ -55,8 +56,21 @@ def throughput(outputs: Sequence[RequestOutput], seconds: float) -> str:
     seconds = max(seconds, 1e-9)
     return (
         f"{len(outputs)} prompts in {seconds:.2f} s: {prompt / seconds:.1f} prompt tokens/s, "
-        f"{made / seconds:.1f} output tokens/s"
+        f"{made / seconds:.1f} output tokens/s{_acceptance(outputs)}"
     )
+
+
+def _acceptance(outputs: Sequence[RequestOutput]) -> str:
+    """What became of all drafts, if there were any."""
+    total = DraftCounts()
+    for done in outputs:
+        for one in done.outputs:
+            if one.drafts is not None:
+                total.merge(one.drafts)
+    if not total.drafts:
+        return ""
+    places = " ".join(f"{share:.2f}" for share in total.acceptance_by_position)
+    return f"; drafts: {total.acceptance_length:.2f} tokens a step (accepted by place: {places})"
 
 
 def _record(place: int, done: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
@@ -70,6 +84,13 @@ def _record(place: int, done: RequestOutput, one: CompletionOutput) -> dict[str,
         "finish_reason": one.finish_reason,
         "stop_reason": one.stop_reason,
     }
+    if one.drafts is not None:
+        record["drafts"] = {
+            "judged": one.drafts.drafts,
+            "draft_tokens": one.drafts.draft_tokens,
+            "accepted_by_position": one.drafts.accepted,
+            "acceptance_length": one.drafts.acceptance_length,
+        }
     if one.logprobs is not None:
         record["cumulative_logprob"] = _finite(one.cumulative_logprob or 0.0)
         record["logprobs"] = [_entry(entry) for entry in one.logprobs]

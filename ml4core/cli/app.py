@@ -11,19 +11,24 @@ import typer
 from ml4core import API_VERSION, __version__
 from ml4core.cli import (
     backends,
+    bench,
     checkpoint,
     doctor,
+    eval,
     exits,
     generate,
     inspect,
     output,
     plan,
     quantize,
+    signals,
     streams,
 )
 from ml4core.cli.commands import CommandGroup
 from ml4core.cli.engine_options import EngineCommand, with_engine_flags
 from ml4core.cli.sampling_options import with_sampling_options
+from ml4core.models.embedded import EMBEDDED
+from ml4core.planning.variants import PUBLISHED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         streams.prepare()
         command = typer.main.get_command(build_app())
-        result = command.main(args=words, prog_name="ml4", standalone_mode=False)
+        with signals.raised():
+            result = command.main(args=words, prog_name="ml4", standalone_mode=False)
         output.write("")  # what is buffered, while a closed pipe can still be told
     except typer.Exit as error:
         return error.exit_code
@@ -58,9 +64,11 @@ def build_app() -> typer.Typer:
     app.add_typer(checkpoint.build_app(), name="checkpoint")
     app.command("quantize")(quantize.quantize)
     app.command("generate", cls=EngineCommand)(
-        with_engine_flags(with_sampling_options(generate.generate))
+        with_engine_flags(with_sampling_options(generate.generate), EMBEDDED, plans=False)
     )
-    app.command("plan", cls=EngineCommand)(with_engine_flags(plan.plan, plan.PUBLISHED))
+    app.add_typer(bench.build_app(), name="bench")
+    app.command("eval", cls=EngineCommand)(with_engine_flags(eval.evaluate, EMBEDDED, plans=False))
+    app.command("plan", cls=EngineCommand)(with_engine_flags(plan.plan, PUBLISHED))
     return app
 
 

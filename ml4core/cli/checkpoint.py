@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from ml4core.cli import output
 from ml4core.models.errors import CheckpointError
+from ml4core.models.seeded_config import SeededFormat
 
 
 def build_app() -> typer.Typer:
@@ -22,7 +23,7 @@ def make(
     folder: Annotated[Path, typer.Argument(help="Where to write.", metavar="FOLDER")],
     seed: Annotated[int, typer.Option(help="Of the weights.", min=0, max=2**63 - 1)] = 0,
     format: Annotated[
-        Literal["bf16", "fp32", "fp8_block", "fp8_tensor", "nvfp4_ct", "nvfp4_modelopt", "mxfp4"],
+        SeededFormat,
         typer.Option(help="Of the matrices; four bits are of routed experts, FP8 is the rest."),
     ] = "bf16",
     if_missing: Annotated[
@@ -34,10 +35,15 @@ def make(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
-    """Write a small model with seeded random weights and a tokenizer. Same seed, same bytes."""
+    """Write a small model with seeded random weights and a tokenizer. Same seed, same bytes.
+
+    A run that is stopped leaves what was there before. After one that is killed, --overwrite clears
+    what it left.
+    """
+    from ml4core.models.checkpoint_writer import content_of
     from ml4core.models.seeded import make_seeded
 
-    occupied = folder.is_dir() and any(folder.iterdir())
+    occupied = content_of(folder) if folder.is_dir() else ""
     if occupied and if_missing:
         try:
             _check_complete(folder)
@@ -49,7 +55,7 @@ def make(
             return
     elif occupied and not overwrite:
         ways = "--if-missing keeps a complete checkpoint, --overwrite replaces it"
-        raise CheckpointError(f"{folder}: not empty; {ways}")
+        raise CheckpointError(f"{occupied}; {ways}")
     with output.busy(f"writing {folder}"):
         make_seeded(folder, seed=seed, format=format, overwrite=overwrite)
     output.note(f"wrote {folder}")

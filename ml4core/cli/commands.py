@@ -23,7 +23,6 @@ BROUGHT_BY: Mapping[str, str] = MappingProxyType(
 NOT_LANDED: Mapping[str, str] = MappingProxyType(
     {
         "serve": "the server",
-        "bench": "benchmarks",
     }
 )
 

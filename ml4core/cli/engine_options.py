@@ -15,7 +15,7 @@ from ml4core.cli.exits import UsageError
 from ml4core.engine.args import FLAGS, EngineArgs
 from ml4core.engine.flag_spec import Flag
 
-MODEL_HELP = "A checkpoint's folder, or a Hugging Face id org/name."
+MODEL_HELP = "A checkpoint's folder, a Hugging Face id org/name, or ml4-tiny, the shipped model."
 PANELS = ("Model", "Memory", "Parallel", "Features")
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT", dict: "JSON"}
 _BY_NAME = {flag.name: flag for flag in FLAGS.values()}
@@ -103,27 +103,32 @@ def _values(flag: Flag, rest: list[str]) -> list[str]:
 
 
 def with_engine_flags(
-    function: Callable[..., Any], default_model: str | None = None
+    function: Callable[..., Any], default_model: str | None = None, *, plans: bool | None = None
 ) -> Callable[..., Any]:
     """A command's function whose first parameter is ``EngineArgs``; its other ones are options.
 
-    ``default_model``: the model where none is given, for a command that only plans: its flags work
-    whether or not an engine can be started with them.
+    ``default_model``: the model where none is given. ``plans``: the command only plans, so that its
+    flags work whether or not an engine can be started with them; default: if there is such a model.
     """
-    plans = default_model is not None
+    if plans is None:
+        plans = default_model is not None
     own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
 
     def command(*, model: str | None, **given: Any) -> Any:
         flags = {name: given.pop(name) for name in FLAGS}
         stated = {name: value for name, value in flags.items() if value not in (None, [])}
-        return function(EngineArgs.parse(model or default_model or "", stated), **given)
+        return function(
+            EngineArgs.parse(default_model or "" if model is None else model, stated), **given
+        )
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter(
             "model",
             keyword,
-            default=typer.Argument(None if plans else ..., help=MODEL_HELP, metavar="MODEL"),
+            default=typer.Argument(
+                ... if default_model is None else None, help=MODEL_HELP, metavar="MODEL"
+            ),
             annotation=str,
         ),
         *(parameter.replace(kind=keyword) for parameter in own),

@@ -9,6 +9,7 @@ import typer
 
 from ml4core.api import FaultError, Refused
 from ml4core.cli import output
+from ml4core.cli.signals import Terminated
 from ml4core.engine.errors import ArgumentsError, RequestError
 from ml4core.models.errors import CheckpointError
 from ml4core.registry import lacks_memory
@@ -23,6 +24,7 @@ REFUSED = 3
 FAULT = 4
 """The engine stopped on a fault."""
 INTERRUPTED = 128 + 2
+"""By SIGINT; by another signal, 128 and its number."""
 
 
 class UsageError(Exception):
@@ -39,6 +41,9 @@ def report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         output.note("interrupted")
         return INTERRUPTED
+    if isinstance(error, Terminated):
+        output.note(f"ended by {error}")
+        return 128 + error.number
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         traceback.print_exception(error)
     code, text = _verdict(error)

@@ -17,6 +17,7 @@ from ml4core.engine.args import EngineArgs
 from ml4core.engine.backend_choice import choose_backend
 from ml4core.engine.errors import RequestError
 from ml4core.engine.intake import check_prompt
+from ml4core.engine.resolve import step_limits
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.registry import Choice
 from ml4core.serving.batch_run import OnDone, OnText, run_jobs
@@ -75,7 +76,10 @@ def generate(
         typer.Option("--report", help="Tell what runs where, and why: on stderr, or in the JSON."),
     ] = False,
 ) -> None:
-    """Answer prompts."""
+    """Answer prompts.
+
+    MODEL: left out, it is ml4-tiny.
+    """
     if args.refusals():
         _refuse(args)
     if params.logprobs is not None and not as_json:
@@ -90,9 +94,14 @@ def generate(
         if token >= spec.vocab_size:
             raise RequestError("--stop-token-ids", token, f"ids from 0 to {spec.vocab_size - 1}")
     jobs = [Job(field, _prompt(tokenizer, field, source, chat), params) for field, source in found]
-    for job in jobs:  # before all the weights are read
-        context = args.max_model_len or spec.max_position
+    # Whatever is wrong is told before all the weights are read.
+    context = args.max_model_len or spec.max_position
+    for job in jobs:
         check_prompt(job.name, job.prompt.token_ids, spec.vocab_size, context)
+    params.check(spec.vocab_size, context)
+    sequences, _ = step_limits(args, choice.capabilities)
+    if params.n > sequences:
+        raise RequestError("n", params.n, f"at most {sequences}: --max-num-seqs")
     shape: Shape = "lines"
     if single and stream is not False:
         shape = "stream"

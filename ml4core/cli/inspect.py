@@ -23,16 +23,21 @@ _OWN = ("index", "kv_source", "topk_source")
 
 def inspect(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint's folder, or a params.json.", metavar="CHECKPOINT")
+        Path,
+        typer.Argument(
+            help="A checkpoint's folder, or a params.json; ml4-tiny is the shipped model.",
+            metavar="CHECKPOINT",
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="One object, with every layer.")] = False,
 ) -> None:
     """Show a checkpoint's layers, formats, sizes, cache bytes, and the assumptions in force."""
     from ml4core.models.checkpoint import Checkpoint
     from ml4core.models.describe import describe
+    from ml4core.models.embedded import local_checkpoint
     from ml4core.models.tensors import load_model_spec, validate
 
-    opened = Checkpoint.open(checkpoint.expanduser(), require_tensors=False)
+    opened = Checkpoint.open(local_checkpoint(checkpoint), require_tensors=False)
     spec = load_model_spec(opened)
     report = validate(opened, spec) if opened.tensors else None
     facts = describe(spec, report, cache_rows(spec))

@@ -11,7 +11,14 @@ from typing import Any, TextIO
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -117,6 +124,31 @@ def progress_bar(what: str) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def steps_bar() -> Iterator[Any]:
+    """Gives a callable (what, done, all) that draws a bar of cases on stderr; None where it's no
+    terminal.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def draw(what: str, done: int, total: int) -> None:
+            if bar.tasks[0].description != what:
+                bar.reset(task, total=total, description=what)
+            bar.update(task, completed=done)
+
+        yield draw
 
 
 @contextmanager

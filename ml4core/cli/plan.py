@@ -10,19 +10,17 @@ from ml4core.cli import output, streams
 from ml4core.cli.exits import ERROR
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
+from ml4core.planning.variants import PUBLISHED, Variant
 
 if TYPE_CHECKING:
     from ml4core.planning.model import PlannedModel
     from ml4core.planning.plan import PlanOptions
 
-PUBLISHED = "Mistral Large 4, published shape"
-"""What the flags are for where no MODEL is given."""
-
 
 def plan(
     args: EngineArgs,
     weights: Annotated[
-        Literal["fp8", "nvfp4", "mxfp4", "bf16"] | None,
+        Variant | None,
         typer.Option(
             help="Form of the weights, where no tensors tell it: FP8 blocks; routed experts in "
             "NVFP4 or MXFP4 and the rest in FP8; or bf16. Default: fp8."
@@ -62,6 +60,12 @@ def plan(
 
     options = _options(device, memory, reserve, held)
     made = make_plan(_model(args, weights), args, options)
+    if problems := [
+        f"--context: {length} is above the longest context; works: up to {made.max_model_len}"
+        for length in context or ()
+        if length > made.max_model_len
+    ]:
+        raise ArgumentsError(problems)
     proposals = propose(made)
     facts = to_json(made, proposals, context or ())
     facts["device"] = device
@@ -96,10 +100,10 @@ def _options(
             problems.append(f"--device: {error}")
         else:
             memory, fp8 = found.memory_gib, found.fp8
-    for name, value, least in (("memory", memory, 0.0), ("reserve", reserve, -1e-9)):
+    for name, value, least in (("memory", memory, 1 / 2**30), ("reserve", reserve, 0.0)):
         if value is None:
             continue
-        if not least < value <= 2**20:  # False for NaN
+        if not least <= value <= 2**20:  # False for NaN
             bound = "above 0" if name == "memory" else "0 or above"
             problems.append(f"--{name}: {value:g} is out of range; works: GiB, {bound}")
         else:

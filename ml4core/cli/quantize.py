@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ml4core.cli import output
 from ml4core.cli.exits import UsageError
+from ml4core.cli.signals import Terminated
+from ml4core.models.quantize_options import (
+    DEFAULT_PARTS,
+    MXFP4Rule,
+    NVFP4Form,
+    QuantizeOptions,
+    Rest,
+    Target,
+)
 
 if TYPE_CHECKING:
     from ml4core.models.quantize import QuantizeReport
 
 
 def quantize(
-    source: Annotated[Path, typer.Argument(help="A checkpoint's folder.", metavar="SOURCE")],
+    source: Annotated[
+        Path, typer.Argument(help="A checkpoint's folder, or ml4-tiny.", metavar="SOURCE")
+    ],
     target: Annotated[Path, typer.Argument(help="A new folder.", metavar="TARGET")],
     to: Annotated[
-        Literal["bf16", "fp8_block", "nvfp4", "mxfp4"],
+        Target,
         typer.Option("--to", help="The format of the converted matrices."),
     ],
     nvfp4_form: Annotated[
-        Literal["compressed-tensors", "modelopt"] | None,
+        NVFP4Form | None,
         typer.Option(
             help="Whose names and global scale NVFP4 has. By default compressed-tensors'."
         ),
     ] = None,
     mxfp4_rule: Annotated[
-        Literal["even", "floor", "roundup", "ceil"] | None,
+        MXFP4Rule | None,
         typer.Option(help="How MXFP4 finds a group's scale. By default even, as Quark."),
     ] = None,
     experts_only: Annotated[
@@ -41,9 +52,17 @@ def quantize(
         ),
     ] = None,
     rest: Annotated[
-        Literal["keep", "bf16", "fp8_block"],
+        Rest,
         typer.Option(help="What becomes of the other matrices, if only experts are converted."),
     ] = "keep",
+    include_output: Annotated[
+        bool,
+        typer.Option("--include-output", help="Take the lm head for one of the decoder's too."),
+    ] = False,
+    include_drafter: Annotated[
+        bool,
+        typer.Option("--include-drafter", help="Take the drafter's matrices for such ones too."),
+    ] = False,
     max_shard_bytes: Annotated[
         int | None,
         typer.Option(
@@ -57,9 +76,8 @@ def quantize(
     What is quantised is decoded to bf16 first. Until it is whole, TARGET is TARGET.partial; after
     an interruption the same command goes on.
     """
-    from ml4core.models.quantize import QuantizeOptions
+    from ml4core.models.embedded import local_checkpoint
     from ml4core.models.quantize import quantize as convert
-    from ml4core.models.quantize_options import DEFAULT_PARTS
     from ml4core.models.staged_folder import staging_of
 
     for flag, value, format in (
@@ -71,19 +89,26 @@ def quantize(
     parts = DEFAULT_PARTS[to] if experts_only is None else "experts" if experts_only else "all"
     if rest != "keep" and parts == "all":
         raise UsageError(f"--rest {rest}: all matrices are converted; --experts-only leaves a rest")
+    for flag, on in (("output", include_output), ("drafter", include_drafter)):
+        if on and parts == "experts" and rest == "keep":
+            raise UsageError(
+                f"--include-{flag}: only experts are converted; works: with --all, or --rest"
+            )
     options = QuantizeOptions(
         to=to,
         nvfp4_form=nvfp4_form or "compressed-tensors",
         mxfp4_rule=mxfp4_rule or "even",
         parts=parts,
         rest=rest,
+        include_output=include_output,
+        include_drafter=include_drafter,
         **({} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}),
     )
-    source, target = source.expanduser(), target.expanduser()
+    source, target = local_checkpoint(source), target.expanduser()
     try:
         with output.progress_bar(f"quantizing to {to}") as progress:
             report = convert(source, target, options, progress)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         if staging_of(target.resolve()).exists():
             output.note(f"{staging_of(target)} holds what is done; the same command goes on")
         raise

@@ -28,6 +28,7 @@ from ml4core.api import (
 )
 from ml4core.compose import attention, draft, ffn, layer, unabsorbed, verify, vision
 from ml4core.compose.context import StageContext
+from ml4core.compose.contract import CheckedOp, FirstStep
 from ml4core.compose.ops import COMPOSED
 
 COMPOSE = "compose"
@@ -90,7 +91,7 @@ def bind_ops(
     session: Session, capabilities: Capabilities, backend: str
 ) -> tuple[Mapping[str, Callable[..., Any]], tuple[Choice, ...]]:
     """The op table of a session: its own ops, then core's compositions if ``feature:compose`` is
-    declared.
+    declared. Own ones are held against the contract, see ``CheckedOp``.
 
     Raises ``Refused`` for each op that nobody gives, and for each own op that the contract table
     doesn't know or that the capabilities don't declare.
@@ -109,7 +110,8 @@ def bind_ops(
     choices: list[Choice] = []
     for name in OPS:
         if name in own:
-            bound[name] = own[name]
+            theirs = own[name] is not COMPOSED[name]
+            bound[name] = CheckedOp(OPS[name], own[name], backend) if theirs else own[name]
             choices.append(Choice(name, "*", "*", backend, "backend"))
         elif compose:
             bound[name] = COMPOSED[name]
@@ -125,7 +127,12 @@ def bind_ops(
 
 
 def bind_model(session: Session, context: StageContext, shape: StepShape) -> BoundModel:
-    """Binds each layer of ``context.model`` for a step shape. ``context.layer`` is ignored."""
+    """Binds each layer of ``context.model`` for a step shape. ``context.layer`` is ignored.
+
+    Ops of the backend are checked in the first step, see ``FirstStep``.
+    """
+    first = FirstStep(context.ops)
+    context = replace(context, ops=first.ops)
     found: dict[Choice, tuple[int, ...]] = {}  # a choice without its layers -> these
     layers: list[Callable[..., Any]] = []
     for spec in context.model.layers:
@@ -133,6 +140,7 @@ def bind_model(session: Session, context: StageContext, shape: StepShape) -> Bou
         layers.append(call)
         for choice in choices:
             found[choice] = (*found.get(choice, ()), spec.index)
+    layers[:1] = map(first.begins, layers[:1])
     merged = tuple(replace(choice, layers=indices) for choice, indices in found.items())
     return BoundModel(context.model, tuple(layers), context.ops, merged, context.dtype)
 
@@ -159,7 +167,8 @@ def bind_global_stage(
         raise Refused(
             [own, *(refusal for each in rejected for refusal in each.refusals)], f"stage {name!r}"
         )
-    call = _BUILDERS[name](replace(context, layer=None), {})
+    first = FirstStep(context.ops)
+    call = first.begins(_BUILDERS[name](replace(context, layer=None, ops=first.ops), {}))
     return call, Choice(name, "*", step_kind, COMPOSE, "core", rejected=rejected)
 
 

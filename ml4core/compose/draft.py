@@ -143,7 +143,7 @@ class BlockDrafter(Drafter):
                 logits[-1],
                 sampling.temperature,
                 sampling.seeds,
-                sampling.positions + (DRAFT_SALT + i),
+                sampling.positions + DRAFT_SALT * (i + 1),
             )
             ids.append(previous)
         return DraftOutput(torch.stack(ids, dim=1), torch.stack(logits, dim=1))

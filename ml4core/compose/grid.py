@@ -19,14 +19,21 @@ class Grid:
 
     def spread(self, x: Tensor) -> Tensor:
         """[T, ...] -> [R, Q, ...]; cells without a row are zero."""
-        cells = x[self._row.clamp(0, x.shape[0] - 1)]
+        whole = self._whole(x.shape[0])
+        cells = x.unsqueeze(0) if whole else x[self._row.clamp(0, x.shape[0] - 1)]
         valid = self._valid.reshape(*self._valid.shape, *(1,) * (x.dim() - 1))
         return torch.where(valid, cells, torch.zeros((), dtype=x.dtype, device=x.device))
 
     def collect(self, cells: Tensor, rows: int) -> Tensor:
         """[R, Q, ...] -> [T, ...]; rows that belong to no request repeat some cell."""
+        if self._whole(rows):
+            return cells[0]
         row = torch.arange(rows, device=cells.device)
         request = torch.searchsorted(self._start[1:].contiguous(), row, right=True)
         request = request.clamp_max(cells.shape[0] - 1)
         offset = (row - self._start[request]).clamp(0, self._max_rows - 1)
         return cells[request, offset]
+
+    def _whole(self, rows: int) -> bool:
+        """Whether the rows are the one request's cells, in order: nothing has to be moved."""
+        return self._row.shape[0] == 1 and rows == self._max_rows

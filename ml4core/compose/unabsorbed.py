@@ -26,6 +26,7 @@ from ml4core.compose.attention import (
 )
 from ml4core.compose.context import StageContext
 from ml4core.compose.grid import Grid
+from ml4core.compose.masked_attention import TILE_ROWS, masked_attention
 from ml4core.compose.segments import Piece, pieces
 
 _EXPANDED_BYTES = 256 << 20
@@ -62,7 +63,9 @@ def attention(
                 q = absorbed(ctx, w, nope, pe)
                 out, _ = attend(ctx, plan, kv, q, selection, piece)
                 values.append(ctx.ops["head_gemm"](out, w["w_uv"]))
-        residual, hidden = project_output(ctx, w, torch.cat(values), residual)
+        residual, hidden = project_output(
+            ctx, w, values[0] if len(values) == 1 else torch.cat(values), residual
+        )
         return residual, hidden, selection
 
     return call
@@ -114,22 +117,31 @@ def _expanded(
     values = latent @ w["w_uv"].data.float().transpose(1, 2)  # [R, N, S, V]
     keys = torch.cat([k_nope, k_pe.expand(-1, layer.heads, -1, -1)], dim=-1)
     queries = grid.spread(q).float().transpose(1, 2)  # [R, N, Q, P+R]
-    mask = columns < visible.unsqueeze(-1)  # [R, Q, S]
-    if selection is not None:
+    # A row that sees nothing is padding: any finite value will do, such as the first key.
+    ends = visible.clamp(min=1, max=columns.numel())
+    if selection is None:
+        mask = columns < ends.unsqueeze(-1)  # [R, Q, S]
+    else:
+        mask = columns < visible.unsqueeze(-1)
         mask = mask & _members(grid.spread(selection.positions[piece.rows]), columns.numel())
-    # A row that sees nothing is padding: any finite value will do.
-    mask = mask | ((columns == 0) & ~mask.any(-1, keepdim=True))
+        mask = mask | ((columns == 0) & ~mask.any(-1, keepdim=True))
     # torch's fused kernels want heads of one width.
     width = max(layer.q_dim, layer.v_dim)
-    out = F.scaled_dot_product_attention(
-        F.pad(queries, (0, width - layer.q_dim)),
-        F.pad(keys, (0, width - layer.q_dim)),
-        F.pad(values, (0, width - layer.v_dim)),
-        attn_mask=mask.unsqueeze(1),
-        scale=layer.softmax_scale,
-    )
+    queries, keys, values = (_widened(x, width) for x in (queries, keys, values))
+    scale = layer.softmax_scale
+    if q.device.type == "cpu" and piece.max_rows > TILE_ROWS:
+        out = masked_attention(queries, keys, values, mask, ends, scale)
+    else:
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask.unsqueeze(1), scale=scale
+        )
     out = out[..., : layer.v_dim].transpose(1, 2).to(q.dtype)  # [R, Q, N, V]
     return grid.collect(out, q.shape[0])
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """``x`` [..., w] with zeros behind, [..., width]; itself if it has that width."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _members(positions: Tensor, columns: int) -> Tensor:

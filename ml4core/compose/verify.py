@@ -18,6 +18,8 @@ def verify_and_sample(ctx: StageContext, children: Children) -> Verifier:
         sampling: Sampling,
         draft_ids: Tensor | None = None,
         draft_logits: Tensor | None = None,
+        *,
+        block: bool = False,
     ) -> Verified:
         requests = sampling.seeds.shape[0]
         _check(logits, requests, draft_ids, draft_logits)
@@ -25,7 +27,9 @@ def verify_and_sample(ctx: StageContext, children: Children) -> Verifier:
             ids = ops["sample"](logits, *sampling).unsqueeze(-1)
             return Verified(ids, torch.ones_like(ids[:, 0]))
         windows = logits.unflatten(0, (requests, -1))
-        return Verified(*ops["verify_draft"](windows, draft_ids, draft_logits, *sampling))
+        # A backend's op need not know of blocks, unless it declares them.
+        more = (True,) if block else ()
+        return Verified(*ops["verify_draft"](windows, draft_ids, draft_logits, *sampling, *more))
 
     return call
 

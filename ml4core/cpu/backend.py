@@ -5,7 +5,16 @@ from __future__ import annotations
 import os
 import platform
 
-from ml4core.api import OPS, WEIGHT_FORMATS, Capabilities, Deployment, Device, Probe, Session
+from ml4core.api import (
+    OPS,
+    WEIGHT_FORMATS,
+    Capabilities,
+    Deployment,
+    Device,
+    Probe,
+    Session,
+    refuse_missing,
+)
 
 _FEATURES = frozenset(
     {f"op:{name}" for name in OPS}
@@ -14,6 +23,7 @@ _FEATURES = frozenset(
     | {f"weights:{name}" for name in WEIGHT_FORMATS}
     | {"act:fp32", "act:bf16", "feature:compose", "feature:deterministic"}
     | {"feature:prefix_caching"}
+    | {"spec:dspark", "spec:probabilistic_drafts", "spec:block_verification"}
 )
 
 
@@ -40,10 +50,13 @@ class CpuBackend:
             "fp8": "fp8_ds_mla",
             "index": "planar_f32",
             "block_size": "64",
+            "max_num_seqs": "16",
+            "max_num_batched_tokens": "512",
         }
         return Capabilities(_FEATURES, defaults)
 
     def open(self, deployment: Deployment) -> Session:
+        refuse_missing(deployment, self.capabilities(deployment.device), self.name)
         from ml4core.cpu.session import CpuSession
 
         return CpuSession(deployment)

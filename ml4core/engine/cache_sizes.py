@@ -10,7 +10,6 @@ from ml4core.api import Deployment, KVLayout, Refusal, Refused
 from ml4core.engine import resolve
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
-from ml4core.engine.kv_pool import KVPlan
 from ml4core.planning import kv
 
 
@@ -20,7 +19,7 @@ def plan_caches(
     private: Mapping[str, KVLayout],
     sequences: int,
     tokens_each: int | None,
-) -> KVPlan:
+) -> kv.Pools:
     """Pools for up to ``max_num_seqs`` of ``sequences`` sequences of ``tokens_each`` tokens.
 
     With ``--kv-cache-memory-bytes`` the pools take that much. Raises ``RequestError`` if one
@@ -31,8 +30,10 @@ def plan_caches(
     count = max(1, min(sequences, deployment.max_num_seqs))
     layouts = _layouts(deployment, private)
     groups = kv.target_groups(deployment.model, layouts)
+    if deployment.model.draft is not None:
+        groups = (*groups, kv.draft_group(deployment.model.draft))
     size, ranks = deployment.block_size, deployment.decode_context_parallel_size
-    page_bytes = sum(group.page_bytes(size) for group in groups)
+    page_bytes = sum(group.page_bytes(size) for group in groups if group.window is None)
     budget, memory = args.kv_cache_memory_bytes, deployment.device.memory_bytes
     if budget is not None:
         beside = max(0, memory - deployment.weight_bytes)
@@ -53,11 +54,12 @@ def plan_caches(
                 budget,
                 f"at least {one.nbytes} for one sequence of {wanted} tokens, or {longest}",
             )
-        return _plan(pools)
+        return pools
     pools = kv.pools_for(groups, size, wanted, count, ranks)
     room = int(memory * deployment.gpu_memory_utilization) - deployment.weight_bytes
     if memory and pools.nbytes > room:
-        pages = max(0, room // page_bytes - kv.NULL_PAGES) // count  # for each sequence
+        windowed = sum(pools.bytes_of(group) for group in groups if group.window is not None)
+        pages = max(0, (room - windowed) // page_bytes - kv.NULL_PAGES) // count  # each sequence's
         fits = pages * size * ranks
         remedy = f"--max-model-len {fits} or less" if fits else "a device with more memory"
         raise RequestError(
@@ -68,7 +70,7 @@ def plan_caches(
             f"bytes of weights there are {max(room, 0)} (--gpu-memory-utilization "
             f"{deployment.gpu_memory_utilization})",
         )
-    return _plan(pools)
+    return pools
 
 
 def _layouts(deployment: Deployment, private: Mapping[str, KVLayout]) -> dict[str, KVLayout]:
@@ -86,12 +88,3 @@ def _layouts(deployment: Deployment, private: Mapping[str, KVLayout]) -> dict[st
         "latent": private.get(deployment.kv_layout) or resolve.latent(deployment),
         "index": private.get(deployment.index_layout) or resolve.index(deployment),
     }
-
-
-def _plan(pools: kv.Pools) -> KVPlan:
-    return KVPlan(
-        {group.name: group.layout for group in pools.groups},
-        {group.name: group.owners for group in pools.groups},
-        pools.blocks,
-        pools.block_size,
-    )

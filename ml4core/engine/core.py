@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
 from ml4core import registry
-from ml4core.api import Fault, FaultError
+from ml4core.api import Fault, FaultError, StepBuckets
 from ml4core.engine.batch import BatchState, in_row_order
+from ml4core.engine.emission import ENDS, sequence_output, take
 from ml4core.engine.errors import RequestError
 from ml4core.engine.intake import Intake
 from ml4core.engine.kv_manager import KVManager
-from ml4core.engine.outputs import EngineStats, FinishReason, SequenceOutput
+from ml4core.engine.layout import EXACT
+from ml4core.engine.outputs import DraftCounts, EngineStats, SequenceOutput
 from ml4core.engine.request import Request, Status
-from ml4core.engine.sampler_io import SampledToken
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.engine.scheduler import Scheduler, SchedulerConfig, Work
-from ml4core.engine.step_input import assemble
+from ml4core.engine.step_input import Places, assemble
 from ml4core.engine.steps import StepHandle, StepRunner
 
 
@@ -27,13 +29,13 @@ class _Flight:
     """A step that was launched.
 
     Attributes:
-        draws: which draw of the result is whose, by ``Request.order``.
+        draws: which draw of the result is whose.
         prompts: the work whose prompt the result reports on.
     """
 
     handle: StepHandle
     work: list[Work]
-    draws: Mapping[int, int]
+    draws: Places
     prompts: list[Work]
 
 
@@ -61,7 +63,9 @@ class EngineCore:
         seed: int = 0,
         device: torch.device | str = "cpu",
         overlap: bool = False,
+        buckets: StepBuckets | None = None,
     ) -> None:
+        """``buckets``: sizes to which steps are padded; None for their own."""
         self.kv = kv
         self.scheduler = Scheduler(config, kv)
         self.overlap = overlap
@@ -76,8 +80,15 @@ class EngineCore:
             eos_ids=eos_ids,
             seed=seed,
         )
-        groups = [group.name for group in kv.groups]
-        self._batch = BatchState(config.max_num_seqs, groups, kv.block_size, device)
+        self._batch = BatchState(
+            config.max_num_seqs,
+            [group.name for group in kv.groups],
+            kv.block_size,
+            device,
+            buckets=buckets or EXACT,
+            ahead={group.name: group.ahead for group in kv.groups},
+        )
+        self._drafts = DraftCounts() if config.drafts else None
         self._open: dict[str, list[Request]] = {}
         self._flight: _Flight | None = None
         self._ended: list[SequenceOutput] = []
@@ -128,6 +139,8 @@ class EngineCore:
             cache_salt=cache_salt,
         )
         for sequence in sequences:
+            if self._drafts is not None:
+                sequence.draft_counts = DraftCounts()
             self.scheduler.add(sequence)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -136,7 +149,7 @@ class EngineCore:
         """
         chosen = [r for r in self._open.get(request_id, ()) if index in (None, r.index)]
         self._finish(chosen, Status.FINISHED_ABORT)
-        self._ended += [_output(request, None, "abort") for request in chosen]
+        self._ended += [sequence_output(request, (), "abort") for request in chosen]
 
     def step(self) -> list[SequenceOutput]:
         """Runs a step, or starts one and finishes the one before; returns what became known.
@@ -175,6 +188,7 @@ class EngineCore:
             usage=self.kv.usage(),
             cache_queries={name: one.queries for name, one in counts.items()},
             cache_hits={name: one.hits for name, one in counts.items()},
+            drafts=None if self._drafts is None else self._drafts.copy(),
         )
 
     def _launch(self) -> _Flight | None:
@@ -201,33 +215,39 @@ class EngineCore:
         for item, entries in zip(flight.prompts, result.prompts, strict=True):
             if not item.stale:
                 item.request.prompt_logprobs += entries
-        tokens = iter(result.tokens)
-        confirm = self.scheduler.confirm
+        tokens = iter(zip_longest(result.tokens, result.drafts))
         outputs: list[SequenceOutput] = []
+        ends: dict[Status, list[Request]] = {}
         alive: list[Request] = []
-        stopped: list[Request] = []
-        at_limit: list[Request] = []
         for item in flight.work:
-            token = next(tokens) if item.draws else None
-            if not confirm(item) or token is None:
+            made, drafts = next(tokens) if item.draws else ((), None)
+            if not self.scheduler.confirm(item, len(made)) or not made:
                 continue
             request = item.request
-            request.append(token.token_id)
-            reason: FinishReason | None = None
-            if token.token_id in request.stop_ids and _may_stop(request):
-                reason = "stop"
-                stopped.append(request)
-            elif request.num_tokens >= request.limit:
-                reason = "length"
-                at_limit.append(request)
-            else:
+            new, reason = take(request, made)
+            if item.window:
+                self._count(item, len(made) - 1)
+                if self.kv.caching:
+                    self.kv.cache(request)
+            if reason is not None:
+                ends.setdefault(ENDS[reason], []).append(request)
+            elif drafts is None:
                 alive.append(request)
-            outputs.append(_output(request, token, reason))
-        self._output_tokens += len(outputs)
+            else:
+                request.drafts[:] = drafts
+                self._batch.extend(request, len(new))
+            outputs.append(sequence_output(request, new, reason))
+            self._output_tokens += len(new)
         self._batch.append(alive)
-        self._finish(stopped, Status.FINISHED_STOP)
-        self._finish(at_limit, Status.FINISHED_LENGTH)
+        for status, requests in ends.items():
+            self._finish(requests, status)
         return outputs
+
+    def _count(self, item: Work, accepted: int) -> None:
+        judged = item.rows - 1
+        for counts in (self._drafts, item.request.draft_counts):
+            assert counts is not None, "only a drafter makes windows"
+            counts.add(judged, accepted)
 
     def _finish(self, requests: Sequence[Request], status: Status) -> None:
         """Ends open sequences and gives back what they hold."""
@@ -247,28 +267,4 @@ class EngineCore:
         self._flight = None
         requests = [request for sequences in self._open.values() for request in sequences]
         self._finish(requests, Status.FINISHED_ERROR)
-        return [_output(request, None, "error") for request in requests]
-
-
-def _may_stop(request: Request) -> bool:
-    return len(request.output_ids) >= request.params.min_tokens
-
-
-def _output(
-    request: Request, token: SampledToken | None, reason: FinishReason | None
-) -> SequenceOutput:
-    params, made = request.params, len(request.output_ids)
-    prompt = None
-    if made == 1 and token is not None and request.index == 0:
-        prompt = None if params.prompt_logprobs is None else [None, *request.prompt_logprobs]
-    return SequenceOutput(
-        request.id,
-        request.index,
-        [] if token is None else [token.token_id],
-        reason,
-        len(request.prompt_ids),
-        request.num_cached_tokens or 0,
-        made,
-        None if token is None or params.logprobs is None else [token.logprobs],
-        prompt,
-    )
+        return [sequence_output(request, (), "error") for request in requests]

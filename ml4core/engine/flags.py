@@ -12,6 +12,7 @@ from typing import Any
 
 from ml4core.api import VOCABULARY
 from ml4core.api.capabilities import check_words
+from ml4core.engine import speculative_config
 from ml4core.engine.flag_spec import flag, one_of
 
 INT64_MAX = 2**63 - 1
@@ -205,7 +206,13 @@ class Features:
         'key: device, "real", "interpreted" or "fake"',
         keys={"device": one_of("real", "interpreted", "fake")},
     )
-    speculative_config: Mapping[str, Any] = flag({}, "drafter and depth", part="speculation")
+    speculative_config: Mapping[str, Any] = flag(
+        {},
+        'keys: method, "dspark"; num_speculative_tokens, default: the drafter\'s depth; '
+        'draft_sample_method, "greedy" or "probabilistic"; rejection_sample_method, "standard" or '
+        '"block"',
+        keys=speculative_config.KEYS,
+    )
     kv_transfer_config: Mapping[str, Any] = flag(
         {}, "connector and role", part="KV transfer and offload"
     )

@@ -16,12 +16,16 @@ class KVGroup:
         required: whether a prefix can be reused only where this group has its keys. A drafter's
             group is not: without them its drafts are worse, and the output is the same.
         page_bytes: bytes of a page over all of the group's layers; used for sizing alone.
+        ahead: rows behind a step's last one that the group holds, too: a block that is drafted.
+            Such a group is read at the end of a step alone, so that of a long chunk only rows
+            within the window are kept.
     """
 
     name: str
     window: int | None = None
     required: bool = True
     page_bytes: int = 0
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -33,11 +37,20 @@ class KVGroup:
         """Pages that a sequence of ``tokens`` tokens holds at most, when no step computes more than
         ``step_rows`` of its rows.
         """
-        whole = -(-tokens // block_size)
+        whole = -(-(tokens + self.ahead) // block_size)
         if self.window is None:
             return whole
+        if self.ahead:
+            step_rows = self.slack + self.ahead
         # A window starts anywhere in its first page: one page more than its keys fill.
         return min(whole, -(-(self.window - 1 + step_rows) // block_size) + 1)
+
+    @property
+    def slack(self) -> int:
+        """Of a group with ``ahead``: rows at the end that count as there and may be rejected yet,
+        those of two verify windows.
+        """
+        return 2 * (self.ahead + 1)
 
 
 def size_groups(

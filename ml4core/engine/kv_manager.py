@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ml4core.engine.block_hash import ROOT
 from ml4core.engine.block_pool import NULL_PAGE, BlockPool
 from ml4core.engine.kv_groups import KVGroup
 from ml4core.engine.request import Request
@@ -50,11 +51,14 @@ class KVManager:
         *,
         step_rows: int,
         caching: bool = False,
+        root: bytes = ROOT,
     ) -> None:
+        """``root``: what blocks are of, beside their tokens."""
         self.groups = tuple(groups)
         self.pools = pools
         self.block_size = block_size
         self.caching = caching
+        self._root = root
         self.step_rows = step_rows
         self.counts = {group.name: CacheCounts() for group in groups}
 
@@ -63,7 +67,7 @@ class KVManager:
         for group in self.groups:
             pages = self.pools[group.name].blocks - 1
             if group.pages_for(tokens, self.block_size, self.step_rows) > pages:
-                tokens = pages * self.block_size
+                tokens = pages * self.block_size - group.ahead
         return tokens
 
     def usage(self) -> dict[str, float]:
@@ -77,7 +81,7 @@ class KVManager:
         if not self.caching or not request.read_cache:
             return NO_HIT
         blocks = (request.num_tokens - 1) // self.block_size
-        hashes = request.hashes(blocks, self.block_size)
+        hashes = request.hashes(blocks, self.block_size, self._root)
         pages: dict[str, list[int]] = {}
         for group in self.groups:
             if group.window is None:
@@ -124,25 +128,36 @@ class KVManager:
 
         ``hit`` is for a request without pages: what ``find_hit`` just gave.
         """
+        start, size = hit.tokens or request.num_computed, self.block_size
+        passed = {}
         for group in self.groups:
             if group.window is not None:
-                self._drop_passed(group, request)
-        start = hit.tokens or request.num_computed
-        blocks = -(-(start + rows + lookahead) // self.block_size)
-        needs = {}
+                passed[group.name] = self._passed(group, request, start + rows)
+                self._drop(group, request, passed[group.name])
+        needs, reused = {}, {}
         for group in self.groups:
-            found = hit.pages.get(group.name, ())
+            found = hit.pages.get(group.name, [])
+            if group.ahead and found:
+                gone = min(passed.get(group.name, 0), len(found))
+                found = [NULL_PAGE] * gone + found[gone:]
+            reused[group.name] = found
             held = len(request.pages.get(group.name, ())) or len(found)
-            needs[group.name] = max(0, blocks - held)
+            blocks = -(-(start + rows + max(lookahead, group.ahead)) // size)
+            skipped = max(0, min(passed.get(group.name, 0), blocks) - held) if group.ahead else 0
+            needs[group.name] = skipped, max(0, blocks - held - skipped)
             free = self.pools[group.name].free_pages - self._revived(group, found)
-            if needs[group.name] > free:
+            if needs[group.name][1] > free:
                 return False
-        for name, found in hit.pages.items():
-            self.pools[name].touch(found)
-            request.pages[name] = list(found)
-        for name, need in needs.items():
-            request.pages.setdefault(name, []).extend(self.pools[name].allocate(need))
-        request.capacity = max(request.capacity, blocks * self.block_size)
+        if hit.tokens:
+            for name, found in reused.items():
+                self.pools[name].touch(found)
+                request.pages[name] = list(found)
+        for name, (skipped, need) in needs.items():
+            pages = request.pages.setdefault(name, [])
+            pages += [NULL_PAGE] * skipped
+            pages += self.pools[name].allocate(need)
+        room = min(len(request.pages[group.name]) * size - group.ahead for group in self.groups)
+        request.capacity = max(request.capacity, room)
         if hit.tokens:
             request.cached_blocks = hit.tokens // self.block_size
             request.key_start = dict(hit.key_start)
@@ -159,10 +174,11 @@ class KVManager:
 
     def cache(self, request: Request) -> None:
         """Makes the full blocks of confirmed tokens findable."""
-        full = request.num_confirmed // self.block_size
+        # Of a run of drafts that an end cut short, some were accepted and are no tokens.
+        full = min(request.num_confirmed, request.num_tokens) // self.block_size
         if not self.caching or full <= request.cached_blocks:
             return
-        hashes = request.hashes(full, self.block_size)
+        hashes = request.hashes(full, self.block_size, self._root)
         for group in self.groups:
             pages, pool = request.pages[group.name], self.pools[group.name]
             for block in range(request.cached_blocks, full):
@@ -187,17 +203,22 @@ class KVManager:
             pool.reset()
         return True
 
-    def _drop_passed(self, group: KVGroup, request: Request) -> None:
-        """Gives back pages that no row to come can see. Counts from confirmed tokens: a step in
-        flight still reads what its rows see.
+    def _passed(self, group: KVGroup, request: Request, end: int) -> int:
+        """Blocks that no row to come can see, of a request whose next step ends at token ``end``.
+
+        Counts from confirmed tokens: a step in flight still reads what its rows see. A group that
+        is read at the end of a step alone counts from there.
         """
         assert group.window is not None
+        first = end - group.slack if group.ahead else request.num_confirmed
+        return max(0, first - group.window + 1) // self.block_size
+
+    def _drop(self, group: KVGroup, request: Request, passed: int) -> None:
+        """Gives back the pages of the first ``passed`` blocks."""
         pages = request.pages.get(group.name)
         if not pages:
             return
-        passed = min(
-            max(0, request.num_confirmed - group.window + 1) // self.block_size, len(pages)
-        )
+        passed = min(passed, len(pages))
         gone = []
         while passed and pages[passed - 1] != NULL_PAGE:
             passed -= 1

@@ -1,49 +1,16 @@
-"""Sizes of the page pools, one a KV group, and the caches that they index."""
+"""The caches of a plan, one a KV group and owner, and the pools that hand out their pages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from ml4core.api import KVLayout, ModelSpec, Session
+from ml4core.api import KVCache, KVLayout, ModelSpec, Session
 from ml4core.engine.block_pool import BlockPool
-from ml4core.models.mistral_large4 import KVState
+from ml4core.planning import kv
+from ml4core.planning.kv import Pools
 
-GROUPS = ("latent", "index")
-
-
-@dataclass(frozen=True)
-class KVPlan:
-    """Sizes of the pools.
-
-    Attributes:
-        layouts: by group; a model without an indexer has no ``index`` group.
-        owners: layers that own storage, by group.
-        blocks: pages by group, the null page included.
-    """
-
-    layouts: Mapping[str, KVLayout]
-    owners: Mapping[str, tuple[int, ...]]
-    blocks: Mapping[str, int]
-    block_size: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(
-            len(self.owners[g]) * layout.bytes_per_token for g, layout in self.layouts.items()
-        )
-
-    @property
-    def nbytes(self) -> int:
-        return sum(
-            len(self.owners[g]) * self.blocks[g] * self.block_size * layout.bytes_per_token
-            for g, layout in self.layouts.items()
-        )
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that fit: those of the smallest pool."""
-        return min((blocks - 1) * self.block_size for blocks in self.blocks.values())
+Caches = Mapping[str, Mapping[int, KVCache]]
+"""By group, then by owning layer."""
 
 
 def plan_pools(
@@ -52,24 +19,18 @@ def plan_pools(
     block_size: int,
     tokens_each: int,
     sequences: int,
-) -> KVPlan:
-    """Pools that hold ``sequences`` sequences of ``tokens_each`` tokens at once."""
-    owners = {"latent": spec.kv_owners, "index": spec.index_owners}
-    used = {group: layouts[group] for group in GROUPS if owners[group]}
-    for layout in used.values():
-        layout.check_block_size(block_size)
-    blocks = -(-tokens_each // block_size) * sequences + 1
-    return KVPlan(used, {g: owners[g] for g in used}, {g: blocks for g in used}, block_size)
+) -> Pools:
+    """Pools that hold ``sequences`` sequences of ``tokens_each`` tokens of the decoder at once."""
+    return kv.pools_for(kv.target_groups(spec, layouts), block_size, tokens_each, sequences)
 
 
-def allocate(session: Session, plan: KVPlan) -> tuple[KVState, dict[str, BlockPool]]:
+def allocate(session: Session, plan: Pools) -> tuple[Caches, dict[str, BlockPool]]:
     """The caches of every owner, and the pools. Consumers get no storage."""
     caches = {
-        group: {
-            layer: session.alloc_kv(plan.layouts[group], plan.blocks[group], plan.block_size)
-            for layer in plan.owners[group]
+        group.name: {
+            layer: session.alloc_kv(group.layout, plan.blocks[group.name], plan.block_size)
+            for layer in group.owners
         }
-        for group in plan.layouts
+        for group in plan.groups
     }
-    pools = {group: BlockPool(group, plan.blocks[group]) for group in plan.layouts}
-    return KVState(caches["latent"], caches.get("index", {})), pools
+    return caches, {name: BlockPool(name, blocks) for name, blocks in plan.blocks.items()}

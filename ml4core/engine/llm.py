@@ -12,24 +12,40 @@ from typing import Any
 import torch
 
 from ml4core import registry
-from ml4core.api import Capabilities, Deployment, FaultError, Segment, StepShape
+from ml4core.api import (
+    DRAFT_GROUP,
+    Capabilities,
+    Deployment,
+    FaultError,
+    ModelSpec,
+    Segment,
+    StepShape,
+)
 from ml4core.engine import resolve as resolving
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.backend_choice import choose_backend
+from ml4core.engine.block_hash import ROOT
+from ml4core.engine.cache_identity import cache_root
 from ml4core.engine.cache_sizes import plan_caches
 from ml4core.engine.core import EngineCore
+from ml4core.engine.drafting import ModelProposer
 from ml4core.engine.generate import Completion, OnToken, generate
-from ml4core.engine.kv_groups import KVGroup
 from ml4core.engine.kv_manager import KVManager
-from ml4core.engine.kv_pool import KVPlan
+from ml4core.engine.kv_pool import Pools
 from ml4core.engine.runner import ModelRunner
 from ml4core.engine.sampler import Sampler
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.engine.scheduler import SchedulerConfig
+from ml4core.engine.speculation import Speculation
+from ml4core.engine.speculative_config import FLAG, KEYS, SpeculativeConfig
+from ml4core.engine.speculative_config import refusals as draft_refusals
 from ml4core.engine.steps import ModelSteps
 from ml4core.models.checkpoint import Checkpoint
+from ml4core.models.dspark import with_drafter
+from ml4core.models.dspark_weights import load_draft, validate_draft
+from ml4core.models.errors import CheckpointError
 from ml4core.models.hub import resolve_model
-from ml4core.models.tensors import load_model_spec, validate
+from ml4core.models.tensors import TensorReport, load_model_spec, validate
 from ml4core.models.weights import load_layers
 
 Progress = Callable[[int, int], None]
@@ -44,13 +60,15 @@ class Engine:
         choice: registry.Choice,
         deployment: Deployment,
         runner: ModelRunner,
-        plan: KVPlan,
+        plan: Pools,
         core: EngineCore,
+        speculation: SpeculativeConfig | None = None,
     ) -> None:
         self.deployment = deployment
         self.runner = runner
         self.kv_plan = plan
         self.core = core
+        self.speculation = speculation
         self._choice = choice
         self._fault_told = False
 
@@ -79,11 +97,23 @@ class Engine:
         choice, deployment, plan = self._choice, self.deployment, self.kv_plan
         width = -(-deployment.max_model_len // deployment.block_size)
         parts = []
-        for segment, name in ((Segment(1, 1, 1), "decode"), (Segment(1, 512, 512), "prefill")):
-            none = Segment(0, 0, 0)
-            ends = (segment, none, none) if name == "decode" else (none, none, segment)
-            shape = StepShape(*ends, tuple((g, width) for g in plan.layouts), 1)
+        pages, none = tuple((g, width) for g in plan.layouts), Segment(0, 0, 0)
+        shapes = {
+            "decode": StepShape(Segment(1, 1, 1), none, none, pages, 1),
+            "prefill": StepShape(none, none, Segment(1, 512, 512), pages, 1),
+        }
+        if (drafts := self.speculation) is not None:
+            window = Segment(1, drafts.window, drafts.window)
+            del shapes["decode"]
+            shapes["verify"] = StepShape(none, window, none, pages, drafts.window)
+        for name, shape in shapes.items():
             parts += [asdict(c) for c in self.runner.choices(shape) if c.step_kind in (name, "*")]
+        if drafts is not None and (draft := deployment.model.draft) is not None:
+            block = Segment(1, draft.depth, draft.depth)
+            table = ((DRAFT_GROUP, width),)
+            drafting = StepShape(none, block, Segment(1, *2 * (drafts.window,)), table, draft.depth)
+            stages = (("verify_and_sample", shapes["verify"]), ("draft_block", drafting))
+            parts += [asdict(self.runner.stage(*stage)[1]) for stage in stages]
         ops_seen: set[str] = set()
         unique = []
         for part in parts:
@@ -113,14 +143,31 @@ class Engine:
             "kv": {
                 "layouts": {group: layout.id for group, layout in plan.layouts.items()},
                 "owners": {group: len(layers) for group, layers in plan.owners.items()},
+                "row_bytes": {group: one.bytes_per_token for group, one in plan.layouts.items()},
                 "bytes_per_token": plan.bytes_per_token,
                 "block_size": plan.block_size,
                 "tokens": plan.tokens,
                 "bytes": plan.nbytes,
             },
             "max_model_len": deployment.max_model_len,
+            "speculation": self._told_drafts(),
             "assumptions": dict(deployment.model.assumptions),
             "parts": unique,
+        }
+
+    def _told_drafts(self) -> dict[str, Any] | None:
+        drafts, draft = self.speculation, self.deployment.model.draft
+        if drafts is None or draft is None:
+            return None
+        facts = {key: getattr(drafts, key) for key in KEYS}
+        return facts | {
+            "drafter": {
+                "layers": len(draft.layers),
+                "depth": draft.depth,
+                "taps": list(draft.taps),
+                "window": draft.window,
+                "assumptions": dict(draft.assumptions),
+            }
         }
 
     def close(self) -> None:
@@ -154,14 +201,26 @@ def open_engine(
     checkpoint = Checkpoint.open(resolve_model(args.model, args.revision, args.download_dir))
     spec = load_model_spec(checkpoint)
     tensors = validate(checkpoint, spec)
+    drafter = None
+    if args.speculative_config:
+        spec, drafter = _with_drafter(checkpoint, spec)
+    reports = [tensors] if drafter is None else [tensors, drafter]
     deployment = resolving.resolve(
-        args, spec, tensors.formats, tensors.nbytes, choice.device, choice.capabilities
+        args,
+        spec,
+        frozenset().union(*(report.formats for report in reports)),
+        sum(report.nbytes for report in reports),
+        choice.device,
+        choice.capabilities,
     )
     refusals = [
         *args.refusals(),
         *resolving.layout_refusals(deployment),
         *resolving.limit_refusals(spec, choice.capabilities),
     ]
+    config = resolving.speculation(args, spec)
+    if config is not None and spec.draft is not None:
+        refusals += draft_refusals(config, spec.draft, choice.capabilities)
     registry.check(deployment, choice.capabilities, choice.manager, refusals)
     session = registry.open_session(choice.plugin, deployment)
     try:
@@ -169,12 +228,25 @@ def open_engine(
         plan = plan_caches(args, deployment, session.layouts, sequences, tokens_each)
         dtype = getattr(torch, deployment.dtype)
         runner.load(load_layers(checkpoint, spec, dtype, progress=progress, report=tensors))
+        if drafter is not None and spec.draft is not None:
+            runner.load_draft(load_draft(checkpoint, spec.draft, dtype, report=drafter))
         runner.allocate_kv(plan)
-        core = open_core(args, deployment, choice.capabilities, runner, plan, eos_ids)
+        root = cache_root(deployment, plan.layouts, checkpoint.path.glob("*.safetensors"))
+        core = open_core(args, deployment, choice.capabilities, runner, plan, eos_ids, root)
     except BaseException:
         session.close()
         raise
-    return Engine(choice, deployment, runner, plan, core)
+    return Engine(choice, deployment, runner, plan, core, config)
+
+
+def _with_drafter(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ModelSpec, TensorReport]:
+    """The model with its drafter, and the drafter's tensors. Raises ``CheckpointError``."""
+    try:
+        spec = with_drafter(checkpoint, spec)
+        assert spec.draft is not None
+        return spec, validate_draft(checkpoint, spec.draft)
+    except CheckpointError as error:
+        raise CheckpointError(f"{FLAG}: {error}") from error
 
 
 def open_core(
@@ -182,28 +254,36 @@ def open_core(
     deployment: Deployment,
     capabilities: Capabilities,
     runner: ModelRunner,
-    plan: KVPlan,
+    plan: Pools,
     eos_ids: frozenset[int],
+    cache_root: bytes = ROOT,
 ) -> EngineCore:
     """The engine core over a runner whose weights and caches are there."""
     overlap = args.async_scheduling
     if overlap is None:
         overlap = "feature:async_scheduling" in capabilities
+    drafts = resolving.speculation(args, deployment.model)
     config = SchedulerConfig(
         max_num_seqs=deployment.max_num_seqs,
         max_num_batched_tokens=deployment.max_num_batched_tokens,
         policy="priority" if args.scheduling_policy == "priority" else "fcfs",
+        drafts=0 if drafts is None else drafts.num_speculative_tokens,
     )
     kv = KVManager(
-        [KVGroup(name) for name in plan.layouts],
+        [group.paged(plan.block_size) for group in plan.groups],
         runner.pools,
         plan.block_size,
         step_rows=config.max_num_batched_tokens * (2 if overlap else 1),
         caching=args.enable_prefix_caching,
+        root=cache_root,
     )
-    vocab_size = deployment.model.vocab_size
+    vocab_size, draft = deployment.model.vocab_size, deployment.model.draft
+    speculation = None
+    if drafts is not None and draft is not None:
+        proposer = ModelProposer(runner, draft.depth)
+        speculation = Speculation(proposer, runner.judge, drafts, vocab_size)
     return EngineCore(
-        ModelSteps(runner, Sampler(runner.ops, vocab_size)),
+        ModelSteps(runner, Sampler(runner.ops, vocab_size), speculation),
         kv,
         config,
         vocab_size=vocab_size,
@@ -212,4 +292,5 @@ def open_core(
         seed=deployment.seed,
         device=deployment.device.torch_device,
         overlap=overlap,
+        buckets=getattr(runner.session, "step_buckets", None),
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ml4core.engine.sampler_io import SamplerRow
+from ml4core.engine.transfers import floats, ints, upload
 
 NEG_INF = float("-inf")
 
@@ -46,7 +49,7 @@ class LogitsProcessors:
         at = self._flat(numbers, [sets.of(allowed) for _, allowed in chosen])
         flat = logits.view(-1)
         kept = flat[at]
-        logits.index_fill_(0, _ints(numbers, logits.device), NEG_INF)
+        logits.index_fill_(0, ints(numbers, logits.device), NEG_INF)
         flat[at] = kept
 
     def _bias(self, logits: Tensor, rows: Sequence[SamplerRow]) -> None:
@@ -58,7 +61,7 @@ class LogitsProcessors:
                 values.append(value)
         if at:
             device = logits.device
-            logits.view(-1).index_add_(0, _ints(at, device), _floats(values, device))
+            logits.view(-1).index_add_(0, ints(at, device), floats(values, device))
 
     def _forbid_stops(self, logits: Tensor, rows: Sequence[SamplerRow]) -> None:
         at: list[int] = []
@@ -71,30 +74,34 @@ class LogitsProcessors:
                 continue  # nothing would be left
             at += [i * self._vocab + token for token in forbidden]
         if at:
-            logits.view(-1).index_fill_(0, _ints(at, logits.device), NEG_INF)
+            logits.view(-1).index_fill_(0, ints(at, logits.device), NEG_INF)
 
     def _penalise(self, logits: Tensor, rows: Sequence[SamplerRow], sets: _DistinctIds) -> None:
         chosen = [i for i, row in enumerate(rows) if row.params.penalises]
         if not chosen:
             return
+        device, vocab = logits.device, self._vocab
         lengths = [len(rows[i].output_ids) for i in chosen]
-        ids = _ints(list(chain.from_iterable(rows[i].output_ids for i in chosen)))
-        outputs = check_ids(ids, self._vocab).to(logits.device).split(lengths)
-        made, counts = torch.unique(self._flat(chosen, outputs), return_counts=True)
-
+        ids = np.array(list(chain.from_iterable(rows[i].output_ids for i in chosen)), np.int64)
+        check_ids(ids, vocab)
+        owner = np.repeat(np.arange(len(chosen)), lengths)
+        row_of = np.repeat(np.array(chosen, np.int64), lengths)
+        # Each token made, as often as it was made: what is written twice is written alike.
+        made, place, of = upload([row_of * vocab + ids, owner * vocab + ids, row_of], device)
         repeated = [i for i in chosen if rows[i].params.repetition_penalty != 1]
         if repeated:
             prompts = self._flat(repeated, [sets.of(rows[i].prompt_ids) for i in repeated])
             # Outputs of rows without this penalty are divided by 1.
             self._repetition(logits, torch.cat((made, prompts)), rows)
-        owner = made // self._vocab
-        each = _floats([row.params.frequency_penalty for row in rows], logits.device)
-        once = _floats([row.params.presence_penalty for row in rows], logits.device)
+        each = floats([row.params.frequency_penalty for row in rows], device)
+        once = floats([row.params.presence_penalty for row in rows], device)
+        counts = logits.new_zeros(len(chosen) * vocab)
+        counts.index_add_(0, place, logits.new_ones(1).expand(len(ids)))
         flat = logits.view(-1)
-        flat[made] = flat[made] - each[owner] * counts - once[owner]
+        flat[made] = flat[made] - each[of] * counts[place] - once[of]
 
     def _repetition(self, logits: Tensor, seen: Tensor, rows: Sequence[SamplerRow]) -> None:
-        factors = _floats([row.params.repetition_penalty for row in rows], logits.device)
+        factors = floats([row.params.repetition_penalty for row in rows], logits.device)
         by = factors[seen // self._vocab]
         flat = logits.view(-1)
         found = flat[seen]
@@ -103,10 +110,9 @@ class LogitsProcessors:
 
     def _flat(self, rows: Sequence[int], ids: Sequence[Tensor]) -> Tensor:
         """Indices, into logits [J, vocab] as one row, of some ids int64 [*] for each row."""
-        joined = torch.cat(list(ids))
-        counts = _ints([part.numel() for part in ids])
-        offsets = (_ints(rows) * self._vocab).repeat_interleave(counts)
-        return joined + offsets.to(joined.device)
+        offsets = np.array(rows, np.int64) * self._vocab
+        counts = [part.numel() for part in ids]
+        return torch.cat(list(ids)) + ints(np.repeat(offsets, counts), ids[0].device)
 
 
 class _DistinctIds:
@@ -130,23 +136,15 @@ class _DistinctIds:
         key = id(ids)  # no other object has it while the list is held here
         found = self.used.get(key) or self._kept.get(key)
         if found is None or found[1].device != self._device:
-            distinct = torch.unique(check_ids(_ints(ids), self._vocab))
-            found = (ids, distinct.to(self._device))
+            distinct = np.unique(check_ids(np.array(ids, np.int64), self._vocab))
+            found = (ids, upload([distinct], self._device)[0])
         self.used[key] = found
         return found[1]
 
 
-def check_ids(ids: Tensor, vocab_size: int) -> Tensor:
-    """The ids int64 [*]; raises ``ValueError`` for one that would reach into another row."""
+def check_ids(ids: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
+    """The ids [*]; raises ``ValueError`` for one that would reach into another row."""
     bad = ids[(ids < 0) | (ids >= vocab_size)]
-    if bad.numel():
-        raise ValueError(f"token id {bad[0].item()}: ids are 0 to {vocab_size - 1}")
+    if bad.size:
+        raise ValueError(f"token id {bad[0]}: ids are 0 to {vocab_size - 1}")
     return ids
-
-
-def _ints(values: Sequence[int], device: torch.device | None = None) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def _floats(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)

@@ -3,10 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of drafts.
+
+    Attributes:
+        drafts: times that a request was drafted for and its drafts were judged.
+        draft_tokens: drafts that were judged.
+        accepted: by place in the window, drafts that were accepted there.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(self.accepted)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a judged window gives on average; 1 is that of no drafts."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Part of the drafts that are accepted."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Part of the judged windows in which a place was accepted."""
+        return [count / self.drafts for count in self.accepted] if self.drafts else []
+
+    def add(self, judged: int, accepted: int) -> None:
+        """A window of ``judged`` drafts, the first ``accepted`` of which were accepted."""
+        if not judged:
+            return
+        self.drafts += 1
+        self.draft_tokens += judged
+        if len(self.accepted) < judged:
+            self.accepted += [0] * (judged - len(self.accepted))
+        for place in range(accepted):
+            self.accepted[place] += 1
+
+    def merge(self, other: DraftCounts) -> None:
+        self.drafts += other.drafts
+        self.draft_tokens += other.draft_tokens
+        self.accepted += [0] * (len(other.accepted) - len(self.accepted))
+        for place, count in enumerate(other.accepted):
+            self.accepted[place] += count
+
+    def copy(self) -> DraftCounts:
+        return DraftCounts(self.drafts, self.draft_tokens, list(self.accepted))
 
 
 @dataclass(slots=True)
@@ -23,6 +78,7 @@ class SequenceOutput:
             in the prefix cache.
         prompt_logprobs: with the first token, an entry for each token of the prompt, None for its
             first, where the request asks for it.
+        drafts: of this answer up to now, going on as it does; None without a drafter.
     """
 
     request_id: str
@@ -34,6 +90,7 @@ class SequenceOutput:
     output_tokens: int
     logprobs: list[Any] | None = None
     prompt_logprobs: list[Any] | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +101,7 @@ class EngineStats:
         usage: part of each group's pages in use, 0 to 1.
         cache_queries, cache_hits: prompt tokens by group.
         prompt_tokens: tokens computed as prompt; output tokens computed again count too.
+        drafts: None without a drafter.
     """
 
     running: int
@@ -55,3 +113,4 @@ class EngineStats:
     usage: Mapping[str, float]
     cache_queries: Mapping[str, int]
     cache_hits: Mapping[str, int]
+    drafts: DraftCounts | None = None

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from ml4core.engine.block_hash import ROOT, hash_block
+from ml4core.engine.outputs import DraftCounts
 from ml4core.engine.sampling_params import SamplingParams
 
 
@@ -37,6 +38,7 @@ class Request:
         priority: lower is sooner.
         read_cache: whether its prompt may be taken from the prefix cache.
         prompt_logprobs: entries for the prompt's tokens from the second on, as they become known.
+        draft_counts: what became of its drafts; None without a drafter.
 
     Set by the scheduler:
         num_computed: tokens whose keys are in the caches once the steps in flight have run.
@@ -44,6 +46,8 @@ class Request:
         num_placeholders: tokens that steps in flight will have drawn.
         epoch: counts up whenever results in flight become void.
         num_cached_tokens: prompt tokens taken from the prefix cache at first; None before that.
+        drafts: for the places behind the newest token, as they are known. One list for good:
+            whoever draws looks into it.
 
     Set by the KV manager:
         pages: page ids by group, by position; the null page where a window has passed.
@@ -72,12 +76,14 @@ class Request:
     num_confirmed: int = 0
     num_placeholders: int = 0
     num_cached_tokens: int | None = None
+    drafts: list[int] = field(default_factory=list)
     epoch: int = 0
     slot: int = -1
     pages: dict[str, list[int]] = field(default_factory=dict)
     capacity: int = 0
     cached_blocks: int = 0
     key_start: dict[str, int] = field(default_factory=dict)
+    draft_counts: DraftCounts | None = None
     _hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,13 +104,15 @@ class Request:
             return (self.cache_salt.encode("utf-8", "surrogatepass"),)
         return ()
 
-    def hashes(self, blocks: int, block_size: int) -> list[bytes]:
-        """Names of at least the first ``blocks`` blocks, each of which must be full."""
+    def hashes(self, blocks: int, block_size: int, root: bytes = ROOT) -> list[bytes]:
+        """Names of at least the first ``blocks`` blocks, each of which must be full. ``root`` is
+        the same at each call.
+        """
         known = self._hashes
         while len(known) < blocks:
             block = len(known)
             start = block * block_size
-            parent = known[-1] if known else ROOT
+            parent = known[-1] if known else root
             tokens = self._slice(start, start + block_size)
             known.append(hash_block(parent, tokens, self.extra_keys(block)))
         return known

@@ -8,10 +8,19 @@ from ml4core.api import Capabilities, Deployment, Device, KVLayout, ModelSpec, R
 from ml4core.api.known_layouts import index_layout, latent_layout
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
+from ml4core.engine.speculative_config import KEYS, SpeculativeConfig, speculative_config
+from ml4core.planning.kv import DRAFT_LAYOUT
 
 _KV_BY_FLAG = {"bfloat16": "bf16", "float32": "fp32", "fp8_ds_mla": "fp8_ds_mla"}
 """--kv-cache-dtype values that mean one layout everywhere. ``auto``, ``fp8`` and ``fp8_e4m3`` are
 the backend's.
+"""
+
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 8192
+BLOCK_SIZE = 64
+"""Sequences that run together, rows of a step and tokens a page, where neither a flag nor the
+backend says otherwise.
 """
 
 PRIVATE = "x-"
@@ -50,6 +59,12 @@ def index_layout_id(args: EngineArgs, capabilities: Capabilities, kv_layout: str
     return capabilities.defaults.get("index", "planar_f32")
 
 
+def speculation(args: EngineArgs, spec: ModelSpec) -> SpeculativeConfig | None:
+    """How drafts are made and judged; None if nothing asks for them, or no drafter is there."""
+    known = {key: value for key, value in args.speculative_config.items() if key in KEYS}
+    return speculative_config(known, spec.draft)
+
+
 def needs(
     spec: ModelSpec, args: EngineArgs, dtype: str, kv: str, index: str, formats: Iterable[str]
 ) -> frozenset[str]:
@@ -81,6 +96,8 @@ def needs(
             words.add(f"parallel:{word}")
     if args.enable_expert_parallel:
         words.add("parallel:ep")
+    if (drafts := speculation(args, spec)) is not None:
+        words |= drafts.needs | {f"kv:{DRAFT_LAYOUT}"}
     if args.enable_prefix_caching:
         words.add("feature:prefix_caching")
     if args.async_scheduling:
@@ -110,8 +127,9 @@ def resolve(
             max_model_len,
             f"at most {spec.max_position}, the model's longest context",
         )
-    sequences, rows = _step_limits(args, capabilities)
-    block_size = args.block_size or int(capabilities.defaults.get("block_size", "64"))
+    drafts = speculation(args, spec)
+    sequences, rows = step_limits(args, capabilities, drafts.window if drafts else 1)
+    block_size = args.block_size or int(capabilities.defaults.get("block_size", BLOCK_SIZE))
     return Deployment(
         model=spec,
         device=device,
@@ -141,14 +159,22 @@ def resolve(
     )
 
 
-def _step_limits(args: EngineArgs, capabilities: Capabilities) -> tuple[int, int]:
-    """Sequences that run together, and rows of a step, at most: each sequence needs a row."""
+def step_limits(
+    args: EngineArgs, capabilities: Capabilities | None = None, window: int = 1
+) -> tuple[int, int]:
+    """Sequences that run together, and rows of a step, at most: each sequence needs a row, and
+    ``window`` of them to be drafted for.
+
+    Without ``capabilities`` no backend is chosen yet.
+    """
+    defaults = {} if capabilities is None else capabilities.defaults
     sequences, rows = args.max_num_seqs, args.max_num_batched_tokens
     if sequences is None:
-        sequences = int(capabilities.defaults.get("max_num_seqs", "16"))
+        sequences = int(defaults.get("max_num_seqs", MAX_NUM_SEQS))
         sequences = sequences if rows is None else min(sequences, rows)
     if rows is None:
-        rows = max(sequences, int(capabilities.defaults.get("max_num_batched_tokens", "512")))
+        rows = int(defaults.get("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS))
+        rows = max(sequences * window, rows)
     return sequences, rows
 
 

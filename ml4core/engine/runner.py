@@ -9,21 +9,35 @@ from typing import Any
 import torch
 
 from ml4core.api import (
+    DRAFT_GROUP,
     Capabilities,
     Deployment,
+    DraftOutput,
+    DraftPlan,
+    DraftWeights,
     Fault,
     FaultError,
+    KVCache,
     LayerSpec,
+    ModelPart,
+    Segment,
     Session,
     StepOutput,
     StepPlan,
     StepShape,
+    Verifier,
     Weight,
 )
-from ml4core.compose.bind import BoundModel, Choice, bind_model, bind_ops
+from ml4core.compose.bind import (
+    BoundModel,
+    Choice,
+    bind_global_stage,
+    bind_model,
+    bind_ops,
+)
 from ml4core.compose.context import StageContext
 from ml4core.engine.collectives import SingleRank
-from ml4core.engine.kv_pool import KVPlan, allocate
+from ml4core.engine.kv_pool import Pools, allocate
 from ml4core.models.mistral_large4 import KVState, ModelWeights, forward
 
 MAX_PROGRAMS = 256
@@ -43,6 +57,7 @@ class ModelRunner:
         ops, self._op_choices = bind_ops(session, capabilities, backend)
         self.session = session
         self.spec = deployment.model
+        self.vocab_size = deployment.model.vocab_size
         self.ops = ops
         self._context = StageContext(
             model=deployment.model,
@@ -53,36 +68,76 @@ class ModelRunner:
             mla_form=str(deployment.attention_config.get("mla_form", "auto")),
         )
         self._bound: dict[StepShape, tuple[BoundModel, Callable[..., StepOutput]]] = {}
+        self._stages: dict[tuple[str, StepShape], tuple[Callable[..., Any], Choice]] = {}
         self._steps = 0
         self._fault: Fault | None = None
         self.weights: ModelWeights | None = None
         self.kv: KVState | None = None
+        self.draft_weights: DraftWeights | None = None
+        self.draft_kv: tuple[KVCache, ...] = ()
 
     def load(self, layers: LayerStream) -> None:
-        """Lays out the weights, one layer at a time."""
+        """Lays out the decoder's weights, one layer at a time."""
+        self.weights = ModelWeights(*self._laid_out(layers, len(self.spec.layers), "decoder"))
+
+    def load_draft(self, layers: LayerStream) -> None:
+        """Lays out the drafter's weights, after the decoder's, whose embedding and output it
+        shares.
+        """
+        if self.weights is None or self.spec.draft is None:
+            raise RuntimeError("a drafter's weights come after its model's, which says what it is")
+        top, done = self._laid_out(layers, len(self.spec.draft.layers), "draft")
+        shared = {name: self.weights.top[name] for name in ("embedding", "output")}
+        self.draft_weights = DraftWeights({**top, **shared}, done)
+
+    def _laid_out(
+        self, layers: LayerStream, count: int, part: ModelPart
+    ) -> tuple[Mapping[str, Any], tuple[Mapping[str, Any], ...]]:
         top: Mapping[str, Any] = {}
         done: list[Mapping[str, Any]] = []
         for spec, weights in layers:
-            prepared = self.session.prepare_weights(weights, spec)
+            prepared = self.session.prepare_weights(weights, spec, part)
             del weights  # else one layer's source stays alive while the next is read
             if spec is None:
                 top = prepared
             else:
                 done.append(prepared)
-        if not top or len(done) != len(self.spec.layers):
-            raise ValueError(
-                f"the model has {len(self.spec.layers)} layers, {len(done)} were loaded"
-            )
-        self.weights = ModelWeights(top, tuple(done))
+        if not top or len(done) != count:
+            raise ValueError(f"the {part} has {count} layers, {len(done)} were loaded")
+        return top, tuple(done)
 
-    def allocate_kv(self, plan: KVPlan) -> None:
+    def allocate_kv(self, plan: Pools) -> None:
         """Allocates the caches; ``self.pools`` then hands out their pages."""
-        self.kv, self.pools = allocate(self.session, plan)
+        caches, self.pools = allocate(self.session, plan)
+        self.kv = KVState(caches["latent"], caches.get("index", {}))
+        self.draft_kv = tuple(caches.get(DRAFT_GROUP, {}).values())
         self.block_size = plan.block_size
 
     def choices(self, shape: StepShape) -> tuple[Choice, ...]:
         """Who serves which part at this shape: the start-up report."""
         return (*self._bind(shape)[0].choices, *self._op_choices)
+
+    def stage(self, name: str, shape: StepShape) -> tuple[Callable[..., Any], Choice]:
+        """A stage of the whole model, bound for a shape; and who serves it."""
+        found = self._stages.pop((name, shape), None)
+        if found is None:
+            if len(self._stages) >= MAX_PROGRAMS:
+                del self._stages[next(iter(self._stages))]
+            found = bind_global_stage(name, self.session, self._context, shape)
+        self._stages[name, shape] = found
+        return found
+
+    def judge(self, shape: StepShape) -> Verifier:
+        """What judges the verify windows of a step of this shape."""
+        return self.stage("verify_and_sample", shape)[0]
+
+    def draft(self, plan: DraftPlan, taps: tuple[torch.Tensor, ...]) -> DraftOutput:
+        """Queues a drafting step."""
+        if self.draft_weights is None or not self.draft_kv:
+            raise RuntimeError("load_draft() and allocate_kv() with a draft group come before")
+        call = self.stage("draft_block", draft_shape(plan))[0]
+        output: DraftOutput = call(self.draft_weights, plan, self.draft_kv, taps)
+        return output
 
     def _bind(self, shape: StepShape) -> tuple[BoundModel, Callable[..., StepOutput]]:
         found = self._bound.pop(shape, None)
@@ -103,7 +158,7 @@ class ModelRunner:
         step runs.
         """
         output = self.launch(plan)
-        self.check(output)
+        self.check(output.fault)
         return output
 
     def launch(self, plan: StepPlan) -> StepOutput:
@@ -116,15 +171,28 @@ class ModelRunner:
         with torch.inference_mode():
             return self._bind(plan.shape)[1](self.weights, plan, self.kv)
 
-    def check(self, output: StepOutput) -> None:
-        """Waits for a step that was launched, and raises ``FaultError`` if it, or one since, has
-        failed.
+    def check(self, failed: torch.Tensor) -> None:
+        """Raises ``FaultError`` if a step that was launched has failed, or one since: ``failed`` is
+        its output's fault, which is waited for.
         """
         fault = self._fault or self.session.fault()
-        if fault is None and bool(output.fault):
+        if fault is None and bool(failed):
             fault = Fault(
                 "nan", "a NaN reached the index scores or the logits of a request", self._steps
             )
         if fault is not None:
             self._fault = self._fault or replace(fault, step=self._steps)
             raise FaultError(self._fault)
+
+
+def draft_shape(plan: DraftPlan) -> StepShape:
+    """Blocks as verify windows, and context rows as a chunk of one request."""
+    none, (requests, depth) = Segment(0, 0, 0), plan.slots.shape
+    rows = plan.context_slots.shape[0]
+    return StepShape(
+        none,
+        Segment(requests, requests * depth, depth) if requests else none,
+        Segment(1, rows, rows) if rows else none,
+        ((DRAFT_GROUP, plan.block_table.shape[1]),),
+        requests * depth,
+    )

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from ml4core.api import Sampling, Verifier
 from ml4core.compose.context import Ops
 from ml4core.engine.logits_processors import LogitsProcessors
-from ml4core.engine.logprobs import token_logprobs
+from ml4core.engine.logprobs import LogprobReport
+from ml4core.engine.sampler_draws import Draws
 from ml4core.engine.sampler_io import Logprob, SampledToken, SamplerRow
+from ml4core.engine.transfers import floats, ints
 from ml4core.engine.truncation import truncate
 
 __all__ = ["Logprob", "SampledToken", "Sampler", "SamplerRow"]
 
 
 class Sampler:
-    """Chooses one token for every row.
+    """Chooses one token for every row, or judges a window of drafts.
 
     A row's token depends on its logits and its ``SamplerRow`` alone, not on the other rows. In
     order: allowed ids, bias, ids forbidden by ``min_tokens``, repetition, frequency and presence
     penalty; then at temperature 0 the likeliest token, else min-p, top-k and top-p at the
-    temperature and a draw. What no row asks for costs nothing.
+    temperature and a draw. What no row asks for costs nothing. Of these only top-p waits for the
+    device: how far it has to look depends on the logits.
     """
 
     def __init__(self, ops: Ops, vocab_size: int) -> None:
@@ -30,49 +35,86 @@ class Sampler:
         self._vocab = vocab_size
         self._edit = LogitsProcessors(vocab_size)
 
-    @torch.inference_mode()
     def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[SampledToken]:
         """A token for each row of logits [J, vocab], which are not changed; NaN never wins."""
+        draws = self.draw(logits, rows)
+        return [
+            token for each in draws.tokens([one.cpu() for one in draws.tensors]) for token in each
+        ]
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Draws:
+        """A token for each row of logits [J, vocab], on the device."""
         self._check(logits, len(rows))
         if not rows:
-            return []
+            return Draws(torch.empty(0, 1, dtype=torch.int64, device=logits.device), self._vocab)
         edited = self._edit(logits, rows) if any(row.params.edits for row in rows) else logits
         ids = self._choose(edited, rows)
         asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        if not asked:
-            return [SampledToken(token, None) for token in self._tokens(ids)]
-        tokens = self._tokens(ids)
-        counts = [rows[i].params.logprobs or 0 for i in asked]
-        found = token_logprobs(_pick(logits, asked), _pick(ids, asked), counts)
-        of = dict(zip(asked, found, strict=True))
-        return [SampledToken(token, of.get(i)) for i, token in enumerate(tokens)]
+        report = None
+        if asked:
+            counts = [rows[i].params.logprobs or 0 for i in asked]
+            report = LogprobReport(_pick(logits, asked), _pick(ids, asked), counts)
+        return Draws(ids.unsqueeze(-1), self._vocab, None, asked, report)
 
     @torch.inference_mode()
+    def verify(
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplerRow],
+        judge: Verifier,
+        draft_ids: Tensor,
+        draft_logits: Tensor | None,
+    ) -> Draws:
+        """Judges a window of drafts a row: logits [R Q, vocab] of its rows, draft_ids [R, Q-1], -1
+        where there is none, and draft_logits as ``Verifier`` has them.
+
+        Each row of a window counts the drafts before it as its sequence's tokens.
+        """
+        width = draft_ids.shape[1] + 1
+        self._check(logits, len(rows) * width)
+        whole = list(
+            chain.from_iterable(
+                row.window(width) if row.params.edits else [row] * width for row in rows
+            )
+        )
+        edited = self._edit(logits, whole) if any(row.params.edits for row in rows) else logits
+        newest = [len(row.prompt_ids) + len(row.output_ids) - 1 for row in rows]
+        sampling = self._sampling(rows, newest, logits.device)
+        ids, counts = judge(self._cut(edited, whole), sampling, draft_ids, draft_logits)
+        found = (tuple(ids.shape), ids.dtype, tuple(counts.shape), counts.dtype)
+        if found != (wanted := ((len(rows), width), torch.int64, (len(rows),), torch.int64)):
+            raise ValueError(f"verify_and_sample returned {found}; wanted: {wanted}")
+        asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        report = None
+        if asked:
+            at = [i * width + j for i in asked for j in range(width)]
+            top = [rows[i].params.logprobs or 0 for i in asked for _ in range(width)]
+            own = _pick(ids.clamp(0, self._vocab - 1).flatten(), at)  # -1 behind what is emitted
+            report = LogprobReport(_pick(logits, at), own, top)
+        return Draws(ids, self._vocab, counts, asked, report)
+
+    @torch.inference_mode()
+    def report(self, logits: Tensor, next_ids: Sequence[int], k: int) -> LogprobReport:
+        """For each row of logits [T, vocab], the token that follows it and the ``k`` likeliest."""
+        self._check(logits, len(next_ids))
+        return LogprobReport(logits, ints(next_ids, logits.device), [k] * len(next_ids))
+
     def prompt_logprobs(
         self, logits: Tensor, next_ids: Sequence[int], k: int
     ) -> list[dict[int, Logprob]]:
-        """For each row of logits [T, vocab], the token that follows it and the ``k`` likeliest."""
+        """The same on the host."""
         self._check(logits, len(next_ids))
         if not next_ids:
             return []
-        ids = torch.tensor(next_ids, dtype=torch.int64, device=logits.device)
-        return token_logprobs(logits, ids, [k] * len(next_ids))
+        report = self.report(logits, next_ids, k)
+        return report.entries([one.cpu() for one in report.tensors])
 
     def _check(self, logits: Tensor, rows: int) -> None:
         if tuple(logits.shape) != (rows, self._vocab):
             raise ValueError(
                 f"logits {tuple(logits.shape)}: {rows} rows of {self._vocab} are wanted"
             )
-
-    def _tokens(self, ids: Tensor) -> list[int]:
-        """The ids on the host. Those of the ``sample`` op are a backend's, and index its next
-        step's embedding.
-        """
-        tokens: list[int] = ids.tolist()
-        if not 0 <= min(tokens) <= max(tokens) < self._vocab:
-            bad = next(token for token in tokens if not 0 <= token < self._vocab)
-            raise ValueError(f"op sample drew {bad}; ids are 0 to {self._vocab - 1}")
-        return tokens
 
     def _choose(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         """Ids int64 [J] of edited logits [J, vocab]."""
@@ -83,32 +125,40 @@ class Sampler:
             return self._sample(logits, rows)
         # The noise of a row costs far more than its maximum, so only rows that need it get it.
         greedy = [i for i, row in enumerate(rows) if row.params.temperature == 0]
-        ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        ids[greedy] = likeliest(_pick(logits, greedy))
-        ids[drawn] = self._sample(_pick(logits, drawn), [rows[i] for i in drawn])
-        return ids
+        order = ints([*greedy, *drawn], logits.device)
+        found = torch.cat(
+            (
+                likeliest(logits[order[: len(greedy)]]),
+                self._sample(logits[order[len(greedy) :]], [rows[i] for i in drawn]),
+            )
+        )
+        return torch.empty_like(found).index_copy_(0, order, found)
 
     def _sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         """Ids int64 [J] drawn from edited logits [J, vocab] at temperatures above 0."""
-        cut = [i for i, row in enumerate(rows) if row.params.truncates]
-        if cut:
-            head = truncate(_pick(logits, cut), [rows[i].params for i in cut])
-            if len(cut) == len(rows):
-                logits = head
-            else:
-                logits = logits.to(torch.float32, copy=True)
-                logits[cut] = head
-        device = logits.device
-        temperature = torch.tensor(
-            [row.params.temperature for row in rows], dtype=torch.float32, device=device
-        )
-        seeds = torch.tensor([row.seed for row in rows], dtype=torch.int64, device=device)
-        positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=device)
-        ids: Tensor = self._draw(logits, temperature, seeds, positions)
+        sampling = self._sampling(rows, [row.position for row in rows], logits.device)
+        ids: Tensor = self._draw(self._cut(logits, rows), *sampling)
         found, wanted = (tuple(ids.shape), ids.dtype), ((len(rows),), torch.int64)
         if found != wanted:
             raise ValueError(f"op sample returned shape and dtype {found}; wanted: {wanted}")
         return ids
+
+    def _cut(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+        """Logits [J, vocab], -inf where a row's top-k, top-p or min-p leaves a token out."""
+        cut = [i for i, row in enumerate(rows) if row.params.truncates]
+        if not cut:
+            return logits
+        head = truncate(_pick(logits, cut), [rows[i].params for i in cut])
+        if len(cut) == len(rows):
+            return head
+        return logits.to(torch.float32, copy=True).index_copy_(0, ints(cut, logits.device), head)
+
+    @staticmethod
+    def _sampling(
+        rows: Sequence[SamplerRow], positions: Sequence[int], device: torch.device
+    ) -> Sampling:
+        numbers = ints([[row.seed for row in rows], positions], device)
+        return Sampling(floats([row.params.temperature for row in rows], device), *numbers)
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -122,4 +172,4 @@ def _pick(x: Tensor, rows: Sequence[int]) -> Tensor:
     """x[rows], ascending; no copy if that is all of it."""
     if len(rows) == x.shape[0]:
         return x
-    return x[torch.tensor(rows, device=x.device)]
+    return x[ints(rows, x.device)]

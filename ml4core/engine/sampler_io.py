@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ml4core.engine.sampling_params import SamplingParams
 
@@ -19,6 +20,7 @@ class SamplerRow:
         seed: of the noise, a signed 64-bit integer.
         position: of the row whose logits these are: one before the token to be drawn.
         stop_ids: ids that end the sequence, forbidden until ``min_tokens`` are made.
+        drafts: of a verify window: what stands behind ``output_ids`` in it.
     """
 
     params: SamplingParams
@@ -27,6 +29,19 @@ class SamplerRow:
     seed: int
     position: int
     stop_ids: frozenset[int] = frozenset()
+    drafts: Sequence[int] = ()
+
+    def window(self, width: int) -> list[SamplerRow]:
+        """The rows of a verify window of ``width`` rows: each draws as if the drafts before it were
+        its sequence's tokens. This row's ``position`` doesn't count: the window's first one is
+        that of the newest token.
+        """
+        drafts, made = list(self.drafts[: width - 1]), list(self.output_ids)
+        first = len(self.prompt_ids) + len(made) - 1
+        return [
+            replace(self, output_ids=made + drafts[:i], position=first + i, drafts=())
+            for i in range(width)
+        ]
 
 
 @dataclass(frozen=True)
@@ -39,8 +54,7 @@ class Logprob:
     rank: int
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A drawn token. ``logprobs``, if asked for, has it first, then the likeliest in order."""
 
     token_id: int

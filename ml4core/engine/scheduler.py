@@ -20,7 +20,8 @@ class SchedulerConfig:
         long_prefill_token_threshold: rows of one request at most; 0 for no such limit.
         reserve_full: admit a request only if all of its tokens would fit now, not its first chunk
             alone: else requests admitted together preempt each other half way.
-        lookahead: tokens beyond a step's rows that need room, as drafts do.
+        lookahead: tokens beyond a step's rows that need room.
+        drafts: drafts of a request and step at most; 0 without a drafter.
     """
 
     max_num_seqs: int
@@ -29,6 +30,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     reserve_full: bool = True
     lookahead: int = 0
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -43,8 +45,13 @@ class SchedulerConfig:
 
 
 class Work(NamedTuple):
-    """A request's rows of one step: tokens ``start`` to ``end``. ``draws``: the last row's logits
-    give its next token. ``epoch``: that of the request when this was scheduled.
+    """A request's rows of one step: tokens ``start`` to ``end``.
+
+    Attributes:
+        draws: the last row's logits give its next token; of a verify window, each row's may.
+        epoch: that of the request when this was scheduled.
+        window: rows of the plan that a verify window takes, 0 for other work. Its first row is the
+            newest token's and those behind it are drafts'; what is left of it is padding.
     """
 
     request: Request
@@ -52,10 +59,16 @@ class Work(NamedTuple):
     end: int
     draws: bool
     epoch: int
+    window: int = 0
 
     @property
     def rows(self) -> int:
         return self.end - self.start
+
+    @property
+    def held(self) -> int:
+        """Rows of the plan."""
+        return self.window or self.end - self.start
 
     @property
     def stale(self) -> bool:
@@ -84,7 +97,10 @@ class Scheduler:
 
     A request of which all tokens but the last are computed is a decode; one that has more to
     compute is a prefill, whether it is new, cut into chunks, or resumed after a preemption with its
-    output beside its prompt.
+    output beside its prompt. A decode with drafts is a verify window.
+
+    While the step that judges a window is in flight, all its drafts count as accepted; ``confirm``
+    takes back what was not.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
@@ -114,19 +130,27 @@ class Scheduler:
             request = work.request
             request.num_computed = work.end
             if work.draws:
-                request.num_placeholders += 1
+                request.num_placeholders += work.rows if work.window else 1
         return step
 
-    def confirm(self, work: Work) -> bool:
-        """Takes note that a step has run; False if its result is void."""
+    def confirm(self, work: Work, emitted: int = 1) -> bool:
+        """Takes note that a step has run, and of the tokens that it ``emitted`` for a window; False
+        if its result is void. Blocks that a window has filled are cached by the caller, who knows
+        their tokens.
+        """
         request = work.request
         if request.epoch != work.epoch:
             return False
-        request.num_confirmed = work.end
-        if work.draws:
-            request.num_placeholders -= 1
-        if self.kv.caching:
-            self.kv.cache(request)
+        rows = work.rows
+        if work.window:
+            request.num_placeholders -= rows
+            request.num_computed -= rows - emitted
+            request.num_confirmed += emitted
+        else:
+            request.num_placeholders -= work.draws
+            request.num_confirmed += rows
+            if self.kv.caching:
+                self.kv.cache(request)
         return True
 
     def finish(self, requests: Iterable[Request], status: Status) -> None:
@@ -160,16 +184,32 @@ class Scheduler:
                 continue
             if request.status is not Status.RUNNING:  # preempted for one before it
                 continue
+            window = 0
+            if self.config.drafts and total - start == 1:
+                if request.num_placeholders > 1 and request.limit - total <= self.config.drafts:
+                    continue  # how many drafts there is room for, the step in flight will tell
+                window, rows = self._window(request, total, budget)
             if start + rows + ahead > request.capacity:
                 gone = len(step.preempted)
                 if not self._make_room(step, request, rows):
                     continue
                 if len(step.preempted) > gone:  # one that had its rows may be among them
-                    budget = self.config.max_num_batched_tokens - sum(w.rows for w in work)
+                    budget = self.config.max_num_batched_tokens - sum(w.held for w in work)
                 step.grown.append(request)
-            work.append(Work(request, start, start + rows, start + rows == total, request.epoch))
-            budget -= rows
+            end = start + rows
+            work.append(Work(request, start, end, end >= total, request.epoch, window))
+            budget -= window or rows
         return budget
+
+    def _window(self, request: Request, total: int, budget: int) -> tuple[int, int]:
+        """Rows of the plan and of the request for a decode: a window, or (0, 1) where there are no
+        drafts or no room. A draft that could not be emitted is left out.
+        """
+        held = 1 + self.config.drafts
+        drafts = self.config.drafts if request.num_placeholders else len(request.drafts)
+        if not drafts or held > budget:
+            return 0, 1
+        return held, 1 + min(drafts, request.limit - total - 1)
 
     def _make_room(self, step: Schedule, request: Request, rows: int) -> bool:
         """Preempts others until the request's rows fit; False if it had to go itself."""
@@ -198,6 +238,7 @@ class Scheduler:
     def _admit(self, step: Schedule, budget: int) -> None:
         config = self.config
         most = config.long_prefill_token_threshold or budget
+        owed = [r for r in self.running if r.capacity < r.num_tokens]
         while len(self.waiting) and budget > 0 and len(self.running) < config.max_num_seqs:
             request = self.waiting.first()
             hit = self.kv.find_hit(request)
@@ -205,7 +246,6 @@ class Scheduler:
             if config.reserve_full:
                 # And one token more, or it could be preempted before it has drawn another.
                 tokens = min(request.num_tokens + 1 + config.lookahead, request.limit - 1)
-                owed = [r for r in self.running if r.capacity < r.num_tokens]
                 if not self.kv.fits(request, tokens, hit, owed):
                     return
             lookahead = self._lookahead(request, hit.tokens + rows)
@@ -219,6 +259,8 @@ class Scheduler:
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = hit.tokens
             step.admitted.append(request)
+            if request.capacity < request.num_tokens:
+                owed.append(request)
             end = hit.tokens + rows
             draws = end == request.num_tokens
             step.work.append(Work(request, hit.tokens, end, draws, request.epoch))
@@ -230,6 +272,7 @@ class Scheduler:
 
     def _release(self, request: Request, status: Status) -> None:
         self.kv.free(request)
+        request.drafts.clear()
         request.status = status
         request.epoch += 1
         request.num_computed = request.num_confirmed = request.num_placeholders = 0

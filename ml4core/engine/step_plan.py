@@ -6,15 +6,10 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from ml4core.api import Segment, StepPlan, StepShape
+from ml4core.api import Segment, StepBuckets, StepPlan, StepShape
 from ml4core.engine.sequence import Sequence
 
 _NONE = Segment(0, 0, 0)
-
-
-def round_up(n: int, sizes: Seq[int]) -> int:
-    """The smallest of ``sizes`` (ascending) that holds n; n itself beyond the last."""
-    return next((size for size in sizes if size >= n), n)
 
 
 def build_plan(
@@ -29,6 +24,7 @@ def build_plan(
     pad_pages: int = 0,
     pad_logits: int = 0,
     all_logits: bool = False,
+    buckets: StepBuckets | None = None,
 ) -> StepPlan:
     """The plan of a step in which each sequence computes its next ``rows`` tokens.
 
@@ -42,6 +38,7 @@ def build_plan(
         pad_logits: lower bound of the logit rows; those beyond the real ones repeat row 0.
         all_logits: logits of every real row, in row order; else of each sequence's last row, in row
             order.
+        buckets: sizes to which each segment, the tables and the logit rows are padded besides.
 
     Raises ``ValueError`` for rows without tokens, or without pages to write to.
     """
@@ -55,12 +52,16 @@ def build_plan(
     segments = [_NONE, _NONE, _NONE]
     spans: list[tuple[Sequence | None, int]] = []  # request, rows held
     padded_tail = 0
+    buckets = buckets or StepBuckets()
     kinds = ((decodes, 1), (verifies, verify_rows), (chunks, 0))
+    names = ("decode", "verify", "prefill_requests")
     last = max(i for i, (items, _) in enumerate(kinds) if items)
     for i, (items, width) in enumerate(kinds):
         if not items:
             continue
-        requests = max(len(items), pad_requests) if i == last else len(items)
+        requests = buckets.padded(names[i], len(items))
+        if i == last:
+            requests = max(requests, pad_requests)
         spans += [(sequence, rows) for sequence, rows in items]
         if width:
             spans += [(None, width)] * (requests - len(items))
@@ -68,11 +69,12 @@ def build_plan(
         else:
             spans += [(None, 0)] * (requests - len(items))
             real = sum(rows for _, rows in items)
-            rows = max(real, pad_rows)
+            rows = max(buckets.padded("prefill_rows", real), pad_rows)
             padded_tail = rows - real
-            segments[i] = Segment(requests, rows, items[-1][1] if not pad_rows else rows)
+            exact = not (pad_rows or buckets.prefill_rows)
+            segments[i] = Segment(requests, rows, items[-1][1] if exact else rows)
     pads = (padded_tail, pad_pages, pad_logits)
-    return _tensors(spans, segments, pads, groups, block_size, device, all_logits)
+    return _tensors(spans, segments, pads, groups, block_size, device, all_logits, buckets)
 
 
 def _check(sequence: Sequence, rows: int, groups: Seq[str], block_size: int) -> None:
@@ -101,6 +103,7 @@ def _tensors(
     block_size: int,
     device: torch.device | str,
     all_logits: bool,
+    buckets: StepBuckets,
 ) -> StepPlan:
     padded_tail, pad_pages, pad_logits = pads
     ids: list[int] = []
@@ -128,7 +131,7 @@ def _tensors(
     row_request += [len(spans) - 1] * padded_tail
     # Pages that hold no key yet are left out: ops read every page of a table.
     used = max(-(-(s.computed + rows) // block_size) for s, rows in spans if s is not None)
-    width = max(used, pad_pages)
+    width = max(buckets.padded("pages", used), pad_pages)
     tables: dict[str, torch.Tensor] = {}
     slots: dict[str, torch.Tensor] = {}
     position = torch.tensor(positions, dtype=torch.int64)
@@ -143,7 +146,7 @@ def _tensors(
         page = table[owner, position // block_size].long()
         slots[group] = torch.where(real, page * block_size + position % block_size, -1).to(device)
         tables[group] = table.to(device)
-    logits += [0] * (pad_logits - len(logits))
+    logits += [0] * (max(buckets.padded("logits", len(logits)), pad_logits) - len(logits))
     pages_wide = tuple((group, width) for group in groups)
     decode, verify, prefill = segments
     shape = StepShape(decode, verify, prefill, pages_wide, len(logits))

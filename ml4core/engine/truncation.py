@@ -15,6 +15,7 @@ from torch import Tensor
 from ml4core.compose.ops.sampling import NEG_INF, clean, tempered
 from ml4core.compose.ops.tiles import TEMP_BYTES, tile_size, tiles
 from ml4core.engine.sampling_params import SamplingParams
+from ml4core.engine.transfers import floats, ints
 
 WEIGHT_BITS = 40
 """The likeliest token weighs 2**40: any vocabulary's sum fits an int64, and what rounds to nothing
@@ -56,7 +57,7 @@ def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     if len(cut) == len(params):
         usable = _head(usable, heat, params)
     elif cut:
-        rows = torch.tensor(cut, device=device)
+        rows = ints(cut, device)
         usable[rows] = _head(usable[rows], heat[rows], [params[i] for i in cut])
     return torch.where(known, usable, torch.nan)
 
@@ -65,8 +66,7 @@ def _head(logits: Tensor, heat: Tensor, params: Sequence[SamplingParams]) -> Ten
     """Clean logits [T, vocab], -inf where top-k or top-p leaves a token out; all rows have one."""
     vocab, device = logits.shape[-1], logits.device
     limits = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
-    limit = torch.tensor(limits, device=device)
-    share = torch.tensor([max(1, int(p.top_p * ALL)) for p in params], device=device)
+    limit, share = ints([limits, [max(1, int(p.top_p * ALL)) for p in params]], device)
     open_ended = vocab in limits  # top-p of the whole vocabulary, its cut anywhere
     width = max([WIDTH if open_ended else 1, *(k for k in limits if k < vocab)])
     width = min(width, vocab)
@@ -84,7 +84,8 @@ def _head(logits: Tensor, heat: Tensor, params: Sequence[SamplingParams]) -> Ten
 
     tied = logits == last
     kept = logits >= last
-    if bool((tied.sum(-1, keepdim=True) > equals).any()):
+    # Whether there are too many costs a wait on a device, and the rest a pass on a cpu.
+    if not logits.is_cpu or bool((tied.sum(-1, keepdim=True) > equals).any()):
         kept = kept & (~tied | (tied.cumsum(-1) <= equals))
     return torch.where(kept, logits, NEG_INF)
 
@@ -123,4 +124,4 @@ def _portion(total: Tensor, share: Tensor) -> Tensor:
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(-1)
+    return floats(values, device).unsqueeze(-1)

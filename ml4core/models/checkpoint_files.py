@@ -17,6 +17,7 @@ KINDS = ("consolidated", "model")  # Mistral's and Hugging Face's names; the fir
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
+DEFAULT_SHARD_BYTES = 5 * 10**9  # data of one file that is written
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{1,9})-of-(?P<total>[0-9]{1,9})\.safetensors")
 

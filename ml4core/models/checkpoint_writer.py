@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ml4core.models.checkpoint_files import (
+    DEFAULT_SHARD_BYTES,
     INDEX_SUFFIX,
     KINDS,
     SUFFIX,
@@ -21,6 +23,7 @@ from ml4core.models.checkpoint_files import (
     shard_name,
 )
 from ml4core.models.errors import CheckpointError, listed, os_reason, shown
+from ml4core.models.folder_lock import FolderLock, is_locked, remove_if_empty, sync_folder
 from ml4core.models.safetensors_file import MAX_HEADER_BYTES
 from ml4core.models.safetensors_writer import (
     ShardWriter,
@@ -28,18 +31,21 @@ from ml4core.models.safetensors_writer import (
     check_tensor,
     entry_bytes,
 )
-from ml4core.models.staged_folder import sync_folder
 
 KIND = KINDS[0]
-DEFAULT_SHARD_BYTES = 5 * 10**9
+
+STAGING = ".writing"
+"""The folder, in the one that is written, where files are until all are there."""
+_REPLACED = ".replaced-"
 
 
 class CheckpointWriter:
     """Writes tensors into `consolidated*.safetensors`, with an index if there are several files.
 
-    Use it as a context manager, or call `close`. Until then all files have temporary names in
-    the folder. If anything fails, no file keeps a final name and replaced files come back.
-    Memory: one tensor.
+    Use it as a context manager, or call `close`. Until then all files are in a folder `.writing`
+    in the folder. If anything fails, no file keeps a final name and replaced files come back. What
+    a process leaves that is killed is removed by the next writer with `overwrite`. Memory: one
+    tensor.
     """
 
     def __init__(
@@ -51,7 +57,8 @@ class CheckpointWriter:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         """Make `folder` if needed. It must be empty unless `overwrite`, which replaces files of
-        the same names, and an older set of `consolidated` files whole.
+        the same names, and an older set of `consolidated` files whole. No other process may be
+        writing into it.
 
         `max_shard_bytes` bounds the data of one file; a larger tensor gets a file of its own.
         """
@@ -65,17 +72,16 @@ class CheckpointWriter:
         self._names: set[str] = set()
         self._files: dict[str, Path] = {}  # final name -> temporary path
         self._shards: list[ShardWriter] = []  # all but the last are finished
+        self._staging = self.folder / STAGING
         self._open = True
-        self._made_folder = False
+        self._made_folder = not self.folder.exists()
+        self._lock: FolderLock | None = None
         with self._writing():
-            self._made_folder = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
-            content = sorted(os.listdir(self.folder))
-        if content and not overwrite:
-            raise CheckpointError(
-                f"{self.folder}: not empty: {listed(content)}. Give an empty folder or "
-                "overwrite=True"
-            )
+            self._check_content(overwrite)
+            self._lock = FolderLock(self._staging, self.folder)
+            _clear(self._staging)
+            self._check_content(overwrite)  # another may have finished just before
 
     def add(self, name: str, tensor: torch.Tensor, dtype: str | None = None) -> None:
         """Write one tensor, of any strides and device. It is not kept.
@@ -127,6 +133,7 @@ class CheckpointWriter:
                 self._write_file(KIND + INDEX_SUFFIX, index.encode())
             self._publish()
         self._open = False
+        self._unstage()
 
     def abort(self) -> None:
         """Drop everything written so far; the folder is as it was."""
@@ -135,12 +142,9 @@ class CheckpointWriter:
         self._open = False
         for shard in self._shards:
             shard.drop()
-        for path in self._files.values():
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        self._unstage()
         if self._made_folder:
-            with suppress(OSError):
-                self.folder.rmdir()
+            remove_if_empty(self.folder)
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -163,6 +167,11 @@ class CheckpointWriter:
         if name in self._files or name.startswith(KIND):
             raise CheckpointError(f"{self.folder}: {name} is taken")
 
+    def _check_content(self, overwrite: bool) -> None:
+        mine = () if self._lock is None else (STAGING,)
+        if not overwrite and (content := content_of(self.folder, mine)):
+            raise CheckpointError(f"{content}. Give an empty folder or overwrite=True")
+
     def _check_open(self) -> None:
         if not self._open:
             raise CheckpointError(f"{self.folder}: the writer is closed; make a new one")
@@ -180,8 +189,10 @@ class CheckpointWriter:
                 ) from error
             raise
 
-    def _temporary(self, label: str) -> Path:
-        return self.folder / f".writing-{self._mark}-{label}"
+    def _unstage(self) -> None:
+        if self._lock is not None:  # else the folder is another writer's
+            shutil.rmtree(self._staging, ignore_errors=True)
+            self._lock.release()
 
     def _shard_for(self, nbytes: int, header_bytes: int) -> ShardWriter:
         """The file that takes a tensor: the current one, or a new one once that is full."""
@@ -195,12 +206,12 @@ class CheckpointWriter:
         ):
             if shard is not None:
                 shard.finish()
-            shard = ShardWriter(self._temporary(str(len(self._shards) + 1)), self._metadata)
+            shard = ShardWriter(self._staging / str(len(self._shards) + 1), self._metadata)
             self._shards.append(shard)
         return shard
 
     def _write_file(self, name: str, content: bytes) -> None:
-        path = self._files[name] = self._temporary(name)
+        path = self._files[name] = self._staging / name
         with open(path, "wb") as file:
             file.write(content)
             file.flush()
@@ -217,8 +228,8 @@ class CheckpointWriter:
                 ):
                     if path.is_dir():
                         raise CheckpointError(f"{path}: a folder, which can't be replaced")
-                    # Not a name that abort removes: if it can't be put back it must survive.
-                    aside = self.folder / f".replaced-{self._mark}-{path.name}"
+                    # Not where abort removes it: if it can't be put back it must survive.
+                    aside = self.folder / f"{_REPLACED}{self._mark}-{path.name}"
                     path.rename(aside)
                     replaced.append((aside, path))
             for name, path in self._files.items():
@@ -232,6 +243,25 @@ class CheckpointWriter:
                 with suppress(OSError):  # the others shall come back; the first error is raised
                     aside.rename(path)
             raise
-        for aside, _ in replaced:
+        for aside in self.folder.glob(f"{_REPLACED}*"):  # those of a killed process too
             with suppress(OSError):
                 aside.unlink()
+
+
+def content_of(folder: Path, without: Sequence[str] = ()) -> str:
+    """What a folder holds, in words; empty if it holds nothing. Raises OSError."""
+    content = sorted(set(os.listdir(folder)) - set(without))
+    left = [name for name in content if name == STAGING or name.startswith(_REPLACED)]
+    if STAGING in left and is_locked(folder / STAGING):
+        return f"{folder}: another process is writing it"
+    text = f"{folder}: not empty: {listed(content)}" if content else ""
+    return f"{text}; a process that was killed left {listed(left)}" if left else text
+
+
+def _clear(folder: Path) -> None:
+    """Removes what is in it. Raises OSError."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,4 +1,6 @@
-"""A model argument turned into a local path: a folder, a file, or a repository of the hub."""
+"""A model argument turned into a local path: the shipped model, a folder, a file, or a repository
+of the hub.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
+from ml4core.models.embedded import EMBEDDED, verified_folder
 from ml4core.models.errors import CheckpointError, shown
 
 FILE_PATTERNS = ("*.safetensors", "*.json", "tekken*")
@@ -15,16 +18,17 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def is_local(model: str) -> bool:
-    """Whether `model` names an existing path."""
-    return bool(model.strip()) and Path(model).expanduser().exists()
+    """Whether `model` needs no download: the shipped one, or an existing path."""
+    return model == EMBEDDED or (bool(model.strip()) and Path(model).expanduser().exists())
 
 
 def resolve_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The local path of a model: an existing path itself, or a hub repository, downloaded.
 
     `model` is a path, or an id `org/name` of the Hugging Face hub; `revision` a branch, tag or
-    commit there; `download_dir` takes the place of the hub client's cache folder. Raises
-    CheckpointError that says what was tried and what would work.
+    commit there; `download_dir` takes the place of the hub client's cache folder. `ml4-tiny` is
+    the shipped checkpoint, its checksums verified. Raises CheckpointError that says what was tried
+    and what would work.
     """
     if not model.strip():
         raise CheckpointError("the model is an empty string; give a folder or a hub id org/name")
@@ -34,12 +38,13 @@ def resolve_model(model: str, revision: str | None = None, download_dir: str | N
             raise CheckpointError(
                 f"{path}: a local path has no revision {shown(revision)}; leave the revision out"
             )
-        return path
+        return verified_folder() if model == EMBEDDED else path
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise CheckpointError(f"{path}: no such folder")
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(
-            f"{shown(model)}: no such folder, and not a hub id, which has the form org/name"
+            f"{shown(model)}: no such folder, and not a hub id, which has the form org/name; "
+            f"{EMBEDDED} is the shipped model"
         )
     return _download(model, revision, download_dir)
 

@@ -16,16 +16,23 @@ from ml4core.models.errors import CheckpointError
 from ml4core.models.matrix_formats import BLOCKS, Matrix
 from ml4core.models.safetensors_file import TensorInfo
 from ml4core.models.shards import ALL, Cut, Span
+from ml4core.models.value_check import check_values
 
 FORMAT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class MatrixReader:
-    """Reads from `checkpoint`; `seen(tensor)` is called after each tensor that was read from."""
+    """Reads from `checkpoint`; `seen(tensor)` is called after each tensor that was read from.
 
-    def __init__(self, checkpoint: Checkpoint, seen: Callable[[TensorInfo], None]) -> None:
+    `check`: whether values are looked at, and those that aren't finite are refused.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, seen: Callable[[TensorInfo], None], check: bool = True
+    ) -> None:
         self._checkpoint = checkpoint
         self._seen = seen
+        self._check = check
 
     def plain(self, info: TensorInfo, rows: Span | None = None) -> Tensor:
         """A tensor of any shape, or rows of it."""
@@ -39,8 +46,9 @@ class MatrixReader:
     def weight(self, matrix: Matrix, cut: Cut = ALL) -> Weight:
         """The rows and columns of `cut` in the matrix's own format.
 
-        Raises ValueError unless `cut` begins with a block, CheckpointError for scales that are
-        none: not finite, negative, or NaN bytes; it names tensor, row and block.
+        Raises ValueError unless `cut` begins with a block, CheckpointError for values that aren't
+        finite, and for scales that are none: not finite, negative, or NaN bytes; it names tensor,
+        row and block.
         """
         rows, columns = cut.box(matrix.shape)
         blocks = BLOCKS[matrix.format]
@@ -51,6 +59,10 @@ class MatrixReader:
             )
         data = self._box(matrix.data, rows, _over(columns, blocks.packed))
         shape = (rows[1] - rows[0], columns[1] - columns[0])
+        if self._check:
+            e4m3 = matrix.format in ("fp8_block", "fp8_tensor")
+            values = data.view(torch.float8_e4m3fn) if e4m3 else data
+            check_values(matrix.data, values, rows[0])
         if matrix.format in FORMAT_DTYPES:
             parts = {"data": data.to(FORMAT_DTYPES[matrix.format])}
             return Weight(matrix.format, shape, parts)

@@ -19,6 +19,7 @@ from typing import Any
 from ml4core import __version__
 from ml4core.models.checkpoint import HF_CONFIG_FILE, PARAMS_FILE, Checkpoint
 from ml4core.models.checkpoint_files import INDEX_SUFFIX, KINDS, SUFFIX, index_content
+from ml4core.models.embedded import SUMS_FILE
 from ml4core.models.errors import CheckpointError, os_reason
 from ml4core.models.quantize_options import QuantizeOptions
 from ml4core.models.quantize_params import stated_rule, updated
@@ -203,7 +204,8 @@ def _small_files(source: Path) -> tuple[list[Path], tuple[str, ...]]:
             continue
         if path.name.startswith(KINDS) and path.name.endswith(SUFFIX):
             continue
-        if path.suffix in _WEIGHT_SUFFIXES or path.stat().st_size > MAX_SMALL_BYTES:
+        large = path.stat().st_size > MAX_SMALL_BYTES
+        if path.suffix in _WEIGHT_SUFFIXES or path.name == SUMS_FILE or large:
             left.append(path.name)
         else:
             copied.append(path)

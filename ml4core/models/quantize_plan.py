@@ -88,7 +88,7 @@ def _wanted(group: Group, options: QuantizeOptions) -> str | None:
     chosen = options.to if group.kind == "experts" or options.chosen == "all" else options.rest
     if chosen == "keep":
         return None
-    if group.kind == "other":
+    if group.kind not in options.kinds:
         return "bf16" if chosen == "bf16" and group.quantised else None
     return chosen
 

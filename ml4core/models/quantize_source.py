@@ -17,12 +17,13 @@ from torch import Tensor
 
 from ml4core.formats import check_scales, fp8_block
 from ml4core.models.checkpoint import Checkpoint
-from ml4core.models.errors import CheckpointError
+from ml4core.models.dspark_names import PREFIX, inner_name
 from ml4core.models.matrix_formats import Fault, Matrix, classify
 from ml4core.models.matrix_reader import MatrixReader
 from ml4core.models.safetensors_file import TensorInfo
 from ml4core.models.shards import Cut
 from ml4core.models.tensor_names import OTHER_SUFFIXES, SCALE_SUFFIXES, canonical, part_of
+from ml4core.models.value_check import ValueCheck, ValuesError
 
 ROW_BLOCK = fp8_block.BLOCK
 BLOCK_BYTES = 4 << 20
@@ -35,13 +36,8 @@ _OTHER = re.compile(
     r"layers\.\d+\.(?:attention\.(?:wq|wq_a|wq_b|wkv_a_with_mqa|wkv_b|wo|indexer\.wq|indexer\.wk)"
     r"|(?:feed_forward|shared_experts)\.w[123])"
 )
-# Bits of the dtype's exponent: where all are set, the value is NaN or infinite.
-_EXPONENTS = MappingProxyType({torch.bfloat16: 0x7F80, torch.float16: 0x7C00})
+_DRAFTER = re.compile(r"fc|markov_head\.(?:joint_proj|w2)")
 _SCALES = MappingProxyType({"nvfp4": "e4m3fn", "mxfp4": "e8m0"})
-
-
-class ValuesError(CheckpointError):
-    """Values in a source that can't be converted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,8 @@ class Group:
 
     Attributes:
         base: their name without suffix.
-        kind: `experts`, `decoder` (a matrix that may be quantised), or `other`.
+        kind: `experts`; `decoder`, its other matrices that may be quantised; `output`, the lm head;
+            `drafter`, its matrices that may be; or `other`.
         tensors: in the order of the source.
         matrix: what they make up; a Fault if that is no matrix, None if nothing like one.
     """
@@ -91,14 +88,20 @@ def _group(base: str, parts: Mapping[str, TensorInfo]) -> Group:
 
 
 def _kind(base: str, parts: Mapping[str, TensorInfo]) -> str:
-    if part_of(base) is not None:
-        return "other"
     suffix = next(iter(parts))
-    name = canonical(f"{base}.{suffix}" if suffix else base)
+    whole = f"{base}.{suffix}" if suffix else base
+    if base.startswith(PREFIX):
+        inner = inner_name(whole)
+        known = (_EXPERT, _OTHER, _DRAFTER)
+        matches = inner is not None and any(one.fullmatch(inner.stem) for one in known)
+        return "drafter" if matches else "other"
+    name = None if part_of(base) is not None else canonical(whole)
     if name is None:
         return "other"
     if _EXPERT.fullmatch(name.stem):
         return "experts"
+    if name.stem == "output":
+        return "output"
     return "decoder" if _OTHER.fullmatch(name.stem) else "other"
 
 
@@ -120,7 +123,7 @@ def value_blocks(checkpoint: Checkpoint, matrix: Matrix) -> Iterator[tuple[int, 
     Raises CheckpointError for a scale that is no usable number, and ValuesError, after the last
     block, if any value isn't finite.
     """
-    reader = MatrixReader(checkpoint, lambda tensor: None)
+    reader = MatrixReader(checkpoint, lambda tensor: None, check=False)  # all are counted here
     dtype = torch.float32 if matrix.format == "fp32" else torch.bfloat16
     check = ValueCheck(matrix.data)
     rows, columns = matrix.shape
@@ -161,45 +164,3 @@ def check_stored_scales(info: TensorInfo, scale: Tensor, format: str, row: int) 
         check_scales(scale, format, info.name, first=(row, 0))
     except ValueError as error:
         raise ValuesError(f"{info.file}: {error}") from None
-
-
-class ValueCheck:
-    """Counts what isn't finite in a tensor's rows. `form` says in what form, if not as it is."""
-
-    def __init__(self, info: TensorInfo, form: str = "") -> None:
-        self._info = info
-        self._form = form
-        self._nan = self._infinite = 0
-        self._first: int | None = None
-
-    def add(self, start: int, values: Tensor) -> None:
-        """Look at rows from `start` on, of any dtype; only floats can be wrong."""
-        if not values.is_floating_point() or _all_finite(values):
-            return
-        wide = values.to(torch.float32).reshape(values.shape[0] if values.dim() else 1, -1)
-        if self._first is None:
-            self._first = start + int((~wide.isfinite()).any(-1).nonzero()[0])
-        self._nan += int(wide.isnan().sum())
-        self._infinite += int(wide.isinf().sum())
-
-    def finish(self) -> None:
-        """Raises ValuesError if anything was wrong."""
-        if self._first is None:
-            return
-        counts = {"NaN": self._nan, "infinite": self._infinite}
-        found = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-        raise ValuesError(
-            f"{self._info.file}: {self._info.name}: {found} values{self._form}, the first in row "
-            f"{self._first}; all must be finite. Get an intact copy of the source"
-        )
-
-
-def _all_finite(values: Tensor) -> bool:
-    if not values.numel():
-        return True
-    if (exponent := _EXPONENTS.get(values.dtype)) is not None:
-        return int((values.view(torch.int16) & 0x7FFF).amax()) < exponent
-    if values.dtype == torch.float8_e4m3fn:
-        return int((values.view(torch.uint8) & 0x7F).amax()) < 0x7F
-    wide = values if values.dtype in (torch.float32, torch.float64) else values.to(torch.float32)
-    return bool(wide.isfinite().all())

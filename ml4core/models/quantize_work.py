@@ -12,7 +12,8 @@ from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.matrix_formats import Matrix
 from ml4core.models.quantize_options import QuantizeOptions
 from ml4core.models.quantize_plan import Unit
-from ml4core.models.quantize_source import ValueCheck, stored_blocks, value_blocks
+from ml4core.models.quantize_source import stored_blocks, value_blocks
+from ml4core.models.value_check import ValueCheck
 
 Write = Callable[[str, int, Tensor], int]
 """Called with a tensor's name, the byte of it to begin at, and values; returns where they end."""

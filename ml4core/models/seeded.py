@@ -6,25 +6,23 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torch import Tensor
 
 from ml4core.api import ModelSpec
 from ml4core.models import seeded_formats
-from ml4core.models.checkpoint_writer import DEFAULT_SHARD_BYTES, CheckpointWriter
+from ml4core.models.checkpoint_files import DEFAULT_SHARD_BYTES
+from ml4core.models.checkpoint_writer import CheckpointWriter
+from ml4core.models.embedded import embedded_folder
 from ml4core.models.layer_table import build_model_spec
 from ml4core.models.params_file import PARAMS_FILE
-from ml4core.models.seeded_config import PRESETS
+from ml4core.models.seeded_config import PRESETS, SeededFormat
 from ml4core.models.seeded_values import normal
 from ml4core.models.tensor_table import Expected, expected_tensors
 
 TOKENIZER_FILE = "tekken.json"
-SeededFormat = Literal[
-    "bf16", "fp32", "fp8_block", "fp8_tensor", "nvfp4_ct", "nvfp4_modelopt", "mxfp4"
-]
 FORMATS: tuple[str, ...] = get_args(SeededFormat)
 
 
@@ -85,7 +83,7 @@ def seed_checkpoint(
         raise ValueError(f"format {format!r}; known are {', '.join(FORMATS)}")
     params = {**params, **seeded_formats.params(format)}
     spec = build_model_spec(params)
-    tokenizer = resources.files("ml4core") / "assets" / "tekken_tiny.json"
+    tokenizer = embedded_folder() / TOKENIZER_FILE
     folder = Path(folder)
     with CheckpointWriter(folder, max_shard_bytes, overwrite=overwrite) as writer:
         writer.add_json(PARAMS_FILE, json.loads(json.dumps(params)))

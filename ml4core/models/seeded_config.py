@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
+
+SeededFormat = Literal[
+    "bf16", "fp32", "fp8_block", "fp8_tensor", "nvfp4_ct", "nvfp4_modelopt", "mxfp4"
+]
+"""Of the matrices of a seeded checkpoint, see `seed_checkpoint`."""
 
 
 @dataclass(frozen=True)

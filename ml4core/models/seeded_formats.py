@@ -13,8 +13,8 @@ from ml4core.formats import fp8_block, fp8_tensor, mxfp4, nvfp4
 from ml4core.models.shards import EXPERT_ROLES
 from ml4core.models.tensor_table import Expected
 
-# Roles that stay unquantised in an FP8 checkpoint, as in published ones.
-_NEVER_FP8 = frozenset({"output", "index_weights_proj"})
+NEVER_QUANTISED = frozenset({"output", "index_weights_proj"})
+"""Roles that stay unquantised in an FP8 checkpoint, as in published ones."""
 _INPUT_AMAX = 8.0  # what inputs are said not to pass, by fixed activation scales
 
 
@@ -27,7 +27,7 @@ def params(format: str) -> dict[str, Any]:
 
 def format_of(entry: Expected, format: str) -> str:
     """The format of one tensor in a checkpoint of a quantised `format`."""
-    if entry.kind != "matrix" or entry.role in _NEVER_FP8:
+    if entry.kind != "matrix" or entry.role in NEVER_QUANTISED:
         return "bf16"
     if format in ("fp8_block", "fp8_tensor") or entry.role in EXPERT_ROLES:
         return format

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -15,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from ml4core.models.errors import CheckpointError, listed, os_reason, shown
+from ml4core.models.folder_lock import FolderLock, remove_if_empty, sync_folder
 from ml4core.models.strict_json import read_object
 
 STAGING_SUFFIX = ".partial"
@@ -46,16 +45,13 @@ class StagedFolder:
         self._work: dict[str, Any] = json.loads(json.dumps(work))
         check_target(target)
         with self.writing():
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path, os.O_RDONLY)
+            self._lock = FolderLock(self.path, target)
         try:
             with self.writing():
-                self._take_lock()
                 self._begin()
         except BaseException:
-            with suppress(OSError):  # it stays if there is anything in it
-                self.path.rmdir()
-            os.close(self._lock)
+            remove_if_empty(self.path)
+            self._lock.release()
             raise
 
     def __enter__(self) -> StagedFolder:
@@ -67,7 +63,7 @@ class StagedFolder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        os.close(self._lock)
+        self._lock.release()
 
     @contextmanager
     def file(self, name: str) -> Iterator[BufferedWriter]:
@@ -117,18 +113,6 @@ class StagedFolder:
             yield
         except OSError as error:
             raise CheckpointError(f"{self.path}: can't be written: {os_reason(error)}") from error
-
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise CheckpointError(
-                    f"{self.path}: another process is writing it; wait for it or stop it"
-                ) from error
-            # A file system without locks: two runs at once are then the operator's to avoid.
-        if not self.path.exists() or os.fstat(self._lock).st_ino != self.path.stat().st_ino:
-            raise CheckpointError(f"{self.target}: another process has just finished it")
 
     def _begin(self) -> None:
         content = sorted(set(os.listdir(self.path)) - {RECORD + UNFINISHED_SUFFIX})
@@ -187,15 +171,6 @@ def finish_published(target: Path, work: Mapping[str, Any]) -> bool:
     with suppress(OSError):
         record.unlink()
     return True
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames last: a folder's entries are data of the folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _differences(begun: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -16,6 +16,7 @@ from ml4core.models.matrix_reader import FORMAT_DTYPES, MatrixReader
 from ml4core.models.safetensors_file import TensorInfo
 from ml4core.models.shards import ALL, Cut, Span
 from ml4core.models.tensors import TensorReport
+from ml4core.models.value_check import check_values
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes to read) after each tensor."""
@@ -44,8 +45,13 @@ class WeightReader:
     def vector(
         self, name: str, dtype: torch.dtype | None = None, rows: Span | None = None
     ) -> Tensor:
-        """The tensor of a canonical name, in `dtype` or the checkpoint's own."""
-        tensor = self._read.plain(self._report.vectors[name], rows)
+        """The tensor of a canonical name, in `dtype` or the checkpoint's own.
+
+        Raises CheckpointError for values that aren't finite.
+        """
+        info = self._report.vectors[name]
+        tensor = self._read.plain(info, rows)
+        check_values(info, tensor, rows[0] if rows else 0)
         return tensor if dtype is None else tensor.to(dtype)
 
     def place(self, name: str) -> str:

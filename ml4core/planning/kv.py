@@ -18,6 +18,7 @@ NULL_PAGES = 1
 """Page 0 of every pool is the null page: never written, never handed out."""
 
 DRAFT_LAYOUT = "bf16"
+"""Layout of the drafter's rows, whatever the target's is."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class KVGroup:
         owners: layers that own storage; those that read another layer's rows are not among them.
         sharded: whether decode context parallel ranks share out the tokens; else each has all.
         window: rows that a request keeps at most, for a group of a sliding window.
+        ahead: rows behind the last of a step that it holds, too: a drafter's block.
     """
 
     name: str
@@ -35,6 +37,7 @@ class KVGroup:
     layout: KVLayout
     sharded: bool = True
     window: int | None = None
+    ahead: int = 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -50,13 +53,20 @@ class KVGroup:
     def pages(self, tokens: int, block_size: int, ranks: int = 1, step_rows: int = 0) -> int:
         """Pages of one rank that a request of ``tokens`` tokens takes at most.
 
-        ``step_rows``: rows beside the window that a request has at one time.
+        ``step_rows``: rows beside the window that a request has at one time; a group with
+        ``ahead`` knows them itself.
         """
         return self.paged(block_size).pages_for(tokens, block_size * self.over(ranks), step_rows)
 
     def paged(self, block_size: int) -> PageGroup:
         """What the engine's page tables know of it."""
-        return PageGroup(self.name, self.window, page_bytes=self.page_bytes(block_size))
+        return PageGroup(
+            self.name,
+            self.window,
+            required=not self.ahead,
+            page_bytes=self.page_bytes(block_size),
+            ahead=self.ahead,
+        )
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,21 @@ class Pools:
     @property
     def nbytes(self) -> int:
         return sum(self.bytes_of(group) for group in self.groups)
+
+    @property
+    def layouts(self) -> dict[str, KVLayout]:
+        """By group."""
+        return {group.name: group.layout for group in self.groups}
+
+    @property
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """Layers that own storage, by group."""
+        return {group.name: group.owners for group in self.groups}
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the groups that keep every token."""
+        return sum(group.bytes_per_token for group in self.groups if group.window is None)
 
     @property
     def tokens(self) -> int:
@@ -129,14 +154,15 @@ def draft_group(draft: DraftSpec) -> KVGroup:
         latent_layout(DRAFT_LAYOUT, first.kv_lora_rank, first.rope_dim),
         sharded=False,
         window=draft.window,
+        ahead=draft.depth,
     )
 
 
 def draft_step_rows(depth: int) -> int:
-    """Rows of a request beside the window: the block that is drafted, and the one that is being
-    verified, whose fate is open. Of a prompt's chunk no more than the window is written.
+    """Rows of a request beside the window: the block that is drafted, and two that are verified,
+    whose fate is open. Of a prompt's chunk no more than the window is written.
     """
-    return depth + (depth + 1)
+    return depth + PageGroup(DRAFT_GROUP, ahead=depth).slack
 
 
 def pools_for(

@@ -20,23 +20,16 @@ from ml4core.models.dspark_weights import expected_draft_tensors, validate_draft
 from ml4core.models.layer_table import DROPPED_ROPE_ROWS, build_model_spec
 from ml4core.models.pixtral import vision_spec
 from ml4core.models.pixtral_weights import expected_vision_tensors, validate_vision
+from ml4core.models.seeded_formats import NEVER_QUANTISED
 from ml4core.models.tensor_names import TensorName, canonical
 from ml4core.models.tensor_table import Expected, expected_tensors
 from ml4core.models.tensors import Naming, TensorReport, load_model_spec, validate
 from ml4core.planning.formats import stored_bytes
 from ml4core.planning.parts import cut_of, part_of_role
+from ml4core.planning.variants import PUBLISHED, VARIANTS
 from ml4core.planning.weights import STORED_ONLY, Lot, WeightTable
 
-VARIANTS = ("fp8", "nvfp4", "mxfp4", "bf16")
-"""Forms of a checkpoint. ``fp8``: blocks of 128 x 128 wherever they apply; ``nvfp4`` and ``mxfp4``:
-routed experts so, the rest as in ``fp8``; embedding, output, router, norms, drafter and vision
-encoder are bf16 in each.
-"""
-
-PUBLISHED = "Mistral Large 4, published shape"
-
 _STACKED = {"wqkv": 3, "w13": 2, "experts_w13": 2, "shared_w13": 2, "dense_w13": 2}
-_NEVER_QUANTISED = ("output", "index_weights_proj")
 _DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 
@@ -136,7 +129,7 @@ def _by_shape(name: str, spec: ModelSpec, variant: str) -> PlannedModel:
 def _format_in(variant: str, entry: Expected) -> str:
     if entry.role == "inv_freq" or entry.role.startswith(("ssmax_", "index_ssmax_")):
         return "fp32"
-    if entry.kind != "matrix" or entry.role in _NEVER_QUANTISED or variant == "bf16":
+    if entry.kind != "matrix" or entry.role in NEVER_QUANTISED or variant == "bf16":
         return "bf16"
     if entry.role.startswith("experts_") and variant != "fp8":
         return variant

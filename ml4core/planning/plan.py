@@ -15,9 +15,6 @@ from ml4core.planning.model import PlannedModel
 from ml4core.planning.ranks import Ranks
 from ml4core.planning.weights import Held, PartBytes, WeightTable, decoded, kept
 
-DEFAULT_SEQUENCES = 256
-DEFAULT_ROWS = 8192
-DEFAULT_BLOCK = 64
 LAYOUTS = ("fp8_ds_mla", "e4m3", "bf16")
 """Latent layouts whose bytes a token every plan shows."""
 
@@ -106,19 +103,23 @@ class Plan:
 
     @property
     def shortfall(self) -> str:
-        """Why it doesn't fit, in words; empty if it does, or if no memory is known."""
-        if self.budget is None or self.usable is None:
+        """Why it doesn't fit, in words; empty if it does, or if no memory is known: neither the
+        device's nor that of the caches.
+        """
+        if self.budget is None:
             return ""
-        room = self.usable - self.weight_bytes - self.reserve.nbytes
-        if room <= 0:
-            return (
-                f"weights of {gib(self.weight_bytes)} and a reserve of "
-                f"{gib(self.reserve.nbytes)} leave nothing of {gib(self.usable)} for caches"
-            )
-        if self.budget > room:
-            return (
-                f"--kv-cache-memory-bytes {self.budget} is more than the {room} bytes that are left"
-            )
+        if self.usable is not None:
+            room = self.usable - self.weight_bytes - self.reserve.nbytes
+            if room <= 0:
+                return (
+                    f"weights of {gib(self.weight_bytes)} and a reserve of "
+                    f"{gib(self.reserve.nbytes)} leave nothing of {gib(self.usable)} for caches"
+                )
+            if self.budget > room:
+                return (
+                    f"--kv-cache-memory-bytes {self.budget} is more than the {room} bytes that are "
+                    "left"
+                )
         if self.needed.nbytes > self.budget:
             return (
                 f"one request of {self.max_model_len:,} tokens"
@@ -127,7 +128,7 @@ class Plan:
                     if self._windowed
                     else ""
                 )
-                + f" need caches of {gib(self.needed.nbytes)}, and {gib(self.budget)} are left"
+                + f" need caches of {gib(self.needed.nbytes)}, and there are {gib(self.budget)}"
             )
         return ""
 
@@ -206,7 +207,7 @@ def make_plan(model: PlannedModel, args: EngineArgs, options: PlanOptions) -> Pl
     words = Capabilities(frozenset(("index:fp32",)), defaults)
     layout = resolve.kv_layout_id(args, words)
     index = resolve.index_layout_id(args, words, layout)
-    block = args.block_size or DEFAULT_BLOCK
+    block = args.block_size or resolve.BLOCK_SIZE
     groups: tuple[kv.KVGroup, ...] = ()
     try:
         groups = _groups(spec, layout, index, drafts)
@@ -216,9 +217,8 @@ def make_plan(model: PlannedModel, args: EngineArgs, options: PlanOptions) -> Pl
         problems.append(f"--kv-cache-dtype {args.kv_cache_dtype}, --block-size {block}: {error}")
     if problems:
         raise ArgumentsError(problems)
-    rows = args.max_num_batched_tokens or max(DEFAULT_ROWS, args.max_num_seqs or 0)
-    sequences = args.max_num_seqs or min(DEFAULT_SEQUENCES, rows)
     depth = _depth(spec, args) if drafts else 0
+    sequences, rows = resolve.step_limits(args, window=1 + depth)
     step_rows = kv.draft_step_rows(depth) if drafts else 0
     weights = table.by_part(ranks, held)
     beside = (

@@ -10,8 +10,9 @@ from typing import Any
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
 from ml4core.planning import parallel
-from ml4core.planning.model import VARIANTS, PlannedModel
+from ml4core.planning.model import PlannedModel
 from ml4core.planning.plan import Plan, PlanOptions, make_plan
+from ml4core.planning.variants import VARIANTS
 
 MAX_UTILIZATION = 0.95
 _TENTH = 2**30 // 10

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import pluggy
 
-from ml4core.api import Capabilities, Deployment, Fault, Refusal, Refused
+from ml4core.api import Capabilities, Deployment, Fault, Refusal, Refused, undeclared
 from ml4core.registry._text import describe, one_line
 
 _logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def check(
     before any collective and any allocation.
     """
     refusals = [*found]
-    refusals += [_undeclared(word, capabilities) for word in capabilities.missing(deployment.needs)]
+    refusals += undeclared(deployment.needs, capabilities, "core")
     refusals += _plugins_refusals(deployment, capabilities, manager)
     if refusals:
         raise Refused(refusals)
@@ -40,13 +40,6 @@ def notify_fault(fault: Fault, manager: pluggy.PluginManager) -> None:
             hook(fault=fault)
         except (Exception, SystemExit) as error:
             _logger.error("plugin %s failed in ml4core_fault: %s", name, describe(error))
-
-
-def _undeclared(word: str, capabilities: Capabilities) -> Refusal:
-    prefix = word.partition(":")[0]
-    declared = ", ".join(f"{prefix}:{name}" for name in capabilities.names(prefix))
-    reason = f"needed, and not declared; declared with {prefix}: are {declared or 'none'}"
-    return Refusal("core", word, reason)
 
 
 def _plugins_refusals(

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
 
 from ml4core.api import (
+    STAGES,
     Accepted,
     Candidate,
+    Capabilities,
     Collectives,
     Deployment,
     Device,
@@ -20,7 +22,9 @@ from ml4core.api import (
     Refusal,
     Refused,
     Rejected,
+    Segment,
     Session,
+    StepBuckets,
     StepExecutor,
     StepOutput,
     StepShape,
@@ -59,8 +63,17 @@ def open_session(plugin: LoadedPlugin, deployment: Deployment) -> Session:
     """
     calls = _Calls(plugin.record)
     _check_device(calls, deployment.device)
-    session: object = calls.guard("open()", plugin.backend.open, deployment)
-    return _CheckedSession(session, calls)
+    declared: object = calls.guard("capabilities()", plugin.backend.capabilities, deployment.device)
+    if not isinstance(declared, Capabilities):
+        calls.refuse("capabilities()", f"returned {_shown(declared)}, no Capabilities")
+    opened: object = calls.guard("open()", plugin.backend.open, deployment)
+    session = _CheckedSession(opened, calls, declared)
+    try:
+        _ask_undeclared(session, declared, deployment)
+    except BaseException:
+        session.close()
+        raise
+    return session
 
 
 class _Calls:
@@ -79,10 +92,12 @@ class _Calls:
                 raise MemoryError(f"backend {self.record}: {subject}: {error}") from error
             self.refuse(subject, f"raised {describe(error)}", error)
 
-    def refuse(self, subject: str, reason: str, cause: BaseException | None = None) -> NoReturn:
+    def refuse(
+        self, subject: str, reason: str, cause: BaseException | None = None, remedy: str = ""
+    ) -> NoReturn:
         name = self.record.name
         text = f"{self.record.distribution} {self.record.version} {reason}"
-        raise Refused([Refusal(name, subject, text)], what=f"--backend {name}") from cause
+        raise Refused([Refusal(name, subject, text, remedy)], what=f"--backend {name}") from cause
 
 
 class _CheckedExecutor:
@@ -103,8 +118,9 @@ class _CheckedExecutor:
 class _CheckedSession:
     """A ``Session`` around that of a plugin. What a step calls is the plugin's own."""
 
-    def __init__(self, session: object, calls: _Calls) -> None:
+    def __init__(self, session: object, calls: _Calls, declared: Capabilities) -> None:
         self._calls = calls
+        self._declared = declared
         found = calls.guard("open()", lambda: [m for m in _MEMBERS if hasattr(session, m)])
         lacking = [member for member in _MEMBERS if member not in found]
         self._session = cast(Session, session)
@@ -127,6 +143,12 @@ class _CheckedSession:
             if not all(callable(getattr(executor, m, None)) for m in ("compile", "eager_break")):
                 calls.refuse("executor", f"is {_shown(executor)}, which lacks the calls of one")
             self.executor = _CheckedExecutor(executor, calls)
+            buckets = calls.guard(
+                "step_buckets", lambda: getattr(self._session, "step_buckets", None)
+            )
+            if not isinstance(buckets, StepBuckets | None):
+                calls.refuse("step_buckets", f"has {_shown(buckets)} there, no StepBuckets")
+            self.step_buckets: StepBuckets | None = buckets
         except BaseException:
             if "close" in found:
                 self.close()
@@ -153,6 +175,9 @@ class _CheckedSession:
         for candidate in found:
             if problem := _problem(candidate):
                 self._calls.refuse(subject, problem)
+            if isinstance(candidate, Accepted) and f"stage:{stage}" not in self._declared:
+                reason = f"offers it by {candidate.provider!r} and does not declare it"
+                self._calls.refuse(f"stage:{stage}", reason, remedy="declare it as a capability")
         return found
 
     def prepare_weights(
@@ -200,6 +225,23 @@ def _check_device(calls: _Calls, device: Device) -> None:
     except (RuntimeError, TypeError) as error:
         found = f"offers {device.name!r} as torch device {_shown(device.torch_device)}"
         calls.refuse("device", f"{found}, which torch does not know: {one_line(str(error))}")
+
+
+def _ask_undeclared(session: Session, declared: Capabilities, deployment: Deployment) -> None:
+    """Raises ``Refused`` for a stage that a session offers and does not declare: before weights are
+    loaded, where steps of the usual forms tell. ``providers`` refuses the rest.
+    """
+    none, decode, prefill = Segment(0, 0, 0), Segment(1, 1, 1), Segment(1, 512, 512)
+    pages = -(-deployment.max_model_len // deployment.block_size)
+    spec = deployment.model
+    groups = [("latent", pages), *([("index", pages)] if spec.index_owners else [])]
+    kinds = {layer.kind: layer for layer in spec.layers}
+    for name, stage in STAGES.items():
+        if not stage.per_layer or f"stage:{name}" in declared:
+            continue
+        for layer in kinds.values():
+            session.providers(name, layer, StepShape(decode, none, none, tuple(groups), 1))
+            session.providers(name, layer, StepShape(none, none, prefill, tuple(groups), 1))
 
 
 def _problem(candidate: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ml4core.engine.outputs import FinishReason, SequenceOutput
+from ml4core.engine.outputs import DraftCounts, FinishReason, SequenceOutput
 from ml4core.engine.sampler_io import Logprob as RawLogprob
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.engine.stops import StopChecker
@@ -56,6 +56,7 @@ class Answers:
                 None if entry is None else self._told(entry) for entry in output.prompt_logprobs
             ]
         text = answer.take(output)
+        answer.drafts = output.drafts
         new = output.token_ids[: answer.num_new]
         answer.token_ids += new
         if output.logprobs is not None:
@@ -86,6 +87,7 @@ class Answers:
             list(answer.logprobs) if asked else None,
             answer.finish_reason,
             answer.stop_reason,
+            None if answer.drafts is None else answer.drafts.copy(),
         )
 
     def _told(self, entry: Mapping[int, RawLogprob]) -> TokenLogprobs:
@@ -107,6 +109,7 @@ class _Answer:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.num_new = 0
+        self.drafts: DraftCounts | None = None
         skip = params.skip_special_tokens
         decoder = tokenizer.stream(skip_special_tokens=skip) if params.detokenize else None
         self._checker = StopChecker(params, decoder)

@@ -5,40 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Any
 
-from ml4core.engine.args import EngineArgs
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.serving.answers import Answers
+from ml4core.serving.base import OpenedModel
 from ml4core.serving.engine_thread import EngineThread, Waiter
 from ml4core.serving.inputs import Job, PromptInput, check_params, check_priority, read_prompt
-from ml4core.serving.opening import Opened, make_args, open_for_any
+from ml4core.serving.opening import Opened
 from ml4core.serving.outputs import RequestOutput
-from ml4core.serving.tokenizer import Tokenizer
 
 
-class AsyncLLM:
+class AsyncLLM(OpenedModel):
     """A model that answers requests as they come.
 
     Methods may be called from any event loop, of any thread. Shut it down, or use it in an
     ``async with`` block.
     """
 
-    def __init__(self, model: str, backend: str = "cpu", **flags: Any) -> None:
-        """Opens a model; arguments and errors are those of ``LLM``."""
-        self._start(open_for_any(make_args(model, backend, flags)))
-
-    @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
-        """Raises as the constructor does."""
-        made = cls.__new__(cls)
-        made._start(open_for_any(args))
-        return made
-
     def _start(self, opened: Opened) -> None:
-        self.args = opened.args
-        self.engine = opened.engine
-        self._tokenizer = opened.tokenizer
+        super()._start(opened)
         self._thread = EngineThread(opened.engine)
 
     async def generate(
@@ -92,13 +77,6 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raises what a new request would."""
         self._thread.check()
-
-    def get_tokenizer(self) -> Tokenizer:
-        return self._tokenizer
-
-    def report(self) -> dict[str, Any]:
-        """What runs where, and why not elsewhere, as JSON-able data."""
-        return self.engine.report()
 
     def shutdown(self) -> None:
         """Waits for the step that runs, and gives back what the engine holds. Open requests raise

@@ -73,6 +73,8 @@ def run_jobs(
                         on_done(place, done[place])
         while core.has_work and core.fault is None:  # what a stop string left in flight
             core.step()
+        if core.fault is not None:  # every answer is of a step before
+            engine.tell_fault()
     except BaseException:
         for name in waiting:
             core.abort(name)

@@ -6,10 +6,9 @@ import itertools
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
 
-from ml4core.engine.args import EngineArgs
 from ml4core.engine.sampling_params import SamplingParams
+from ml4core.serving.base import OpenedModel
 from ml4core.serving.batch_run import run_jobs
 from ml4core.serving.errors import EngineClosedError
 from ml4core.serving.inputs import (
@@ -20,46 +19,19 @@ from ml4core.serving.inputs import (
     list_prompts,
     make_jobs,
 )
-from ml4core.serving.opening import Opened, make_args, open_for_any
+from ml4core.serving.opening import Opened
 from ml4core.serving.outputs import RequestOutput
 from ml4core.serving.progress import request_bar
-from ml4core.serving.tokenizer import Tokenizer
 
 
-class LLM:
+class LLM(OpenedModel):
     """A model that answers lists of prompts.
 
     Calls from several threads run one after the other. Close it, or use it in a ``with`` block.
     """
 
-    def __init__(self, model: str, backend: str = "cpu", **flags: Any) -> None:
-        """Opens a model.
-
-        Args:
-            model: a folder, or a hub id ``org/name``.
-            backend: what runs it; ``auto`` for the best that opens.
-            flags: fields of ``EngineArgs``, which are the flags of the command line.
-
-        Raises:
-            TypeError: a flag that isn't one.
-            ArgumentsError: flags with bad values, every fault at once.
-            Refused: with all reasons, before anything is allocated.
-            CheckpointError: the checkpoint or the tokenizer can't be used.
-            RequestError: a flag's value can't be, with this model.
-        """
-        self._start(open_for_any(make_args(model, backend, flags)))
-
-    @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> LLM:
-        """Raises as the constructor does."""
-        made = cls.__new__(cls)
-        made._start(open_for_any(args))
-        return made
-
     def _start(self, opened: Opened) -> None:
-        self.args = opened.args
-        self.engine = opened.engine
-        self._tokenizer = opened.tokenizer
+        super()._start(opened)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._closed = False
@@ -118,13 +90,6 @@ class LLM:
                     self._numbers,
                     on_done=lambda place, output: ended(),
                 )
-
-    def get_tokenizer(self) -> Tokenizer:
-        return self._tokenizer
-
-    def report(self) -> dict[str, Any]:
-        """What runs where, and why not elsewhere, as JSON-able data."""
-        return self.engine.report()
 
     def close(self) -> None:
         """Gives back what the engine holds. A second call does nothing."""

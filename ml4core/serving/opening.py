@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ml4core.engine.args import FLAGS, EngineArgs
 from ml4core.engine.backend_choice import choose_backend
+from ml4core.engine.resolve import step_limits
 from ml4core.serving.tokenizer import Tokenizer, find_tokenizer
 
 if TYPE_CHECKING:
@@ -63,10 +64,7 @@ def open_for_any(args: EngineArgs) -> Opened:
 
     choice = choose_backend(args)
     args, tokenizer, spec = open_tokenizer(args)
-    sequences = args.max_num_seqs
-    if sequences is None:
-        sequences = int(choice.capabilities.defaults.get("max_num_seqs", "16"))
-        sequences = min(sequences, args.max_num_batched_tokens or sequences)
+    sequences, _ = step_limits(args, choice.capabilities)
     context = args.max_model_len or spec.max_position
     engine = open_engine(
         args,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ml4core.engine.outputs import FinishReason
+from ml4core.engine.outputs import DraftCounts, FinishReason
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class CompletionOutput:
         finish_reason: None while it goes on.
         stop_reason: the stop string or the stop token id that ended it; None for all other ends,
             the tokenizer's end of sequence among them.
+        drafts: what became of its drafts; None without a drafter.
     """
 
     index: int
@@ -49,6 +50,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    drafts: DraftCounts | None = None
 
     @property
     def finished(self) -> bool:

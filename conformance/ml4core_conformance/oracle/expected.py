@@ -14,8 +14,9 @@ class Float:
 
     Attributes:
         value: fp64, on the CPU, exact but for fp64 rounding; inf and NaN where the contract says.
-        size: fp64, broadcastable to ``value``: the sum of the magnitudes of the terms that were
-            added, which bounds what an fp32 sum may round.
+        size: fp64, broadcastable to ``value``: how large partial sums may get, on which it depends
+            what an fp32 sum rounds: the sum of the magnitudes of the terms; or, where the drawn
+            terms are independent, ``|value| + sqrt(sum of squares)``, which is much tighter.
         terms: length of the reduction.
         dtype: torch name of the result's dtype, e.g. ``bfloat16``.
         axes: names of the axes, as in the contract; structure is judged along each of the first
@@ -89,10 +90,12 @@ class Expected:
     """Everything about one call.
 
     Attributes:
-        results: by the names of the contract's returns.
-        caches: by argument name of ``writes``: the parts that must be there afterwards, as bytes.
+        results: by the names of the contract's returns; None where the call's is None. The parts
+            of a ``Weight`` are named ``weight.data`` and so on.
+        caches: by argument name of ``writes``: the parts that must be there afterwards, of the
+            dtypes and shapes of ``Pages.parts``, compared as bytes.
             Every byte that isn't the case's to write is that of before.
     """
 
-    results: dict[str, Float | Exact | Selected | Law] = field(default_factory=dict)
+    results: dict[str, Float | Exact | Selected | Law | None] = field(default_factory=dict)
     caches: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)

@@ -44,4 +44,4 @@ def head_gemm(x: Tensor, weight: Weight) -> Tensor:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` [T, I] of [T, 2I], gate first."""
     gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    return F.silu(gate).mul_(up).to(gate_up.dtype)

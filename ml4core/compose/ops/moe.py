@@ -9,8 +9,13 @@ from torch import Tensor
 from ml4core.api import Weight
 from ml4core.compose.ops.gemms import silu_mul
 from ml4core.compose.ops.grouped_gemm import grouped_gemm
+from ml4core.compose.ops.grouped_mlp import grouped_mlp
 from ml4core.compose.ops.ordering import order_key
+from ml4core.compose.ops.tiles import tile_size, tiles
 from ml4core.compose.ops.weights import decode_weight
+
+_CACHED_BYTES = 1 << 20
+"""Temporaries of a tile that stay in a core's own cache."""
 
 
 def router(
@@ -37,18 +42,35 @@ def moe_experts(
     rows, topk = ids.shape
     count = w13.shape[0]
     local = ids - first_expert
-    mine = (local >= 0) & (local < count)
-    # Other ranks' choices stand behind the last group, where the product leaves anything.
+    mine = (local >= 0) & (local < count) & (weights != 0)
+    # Other choices stand behind the last group, and add nothing, whatever they would be.
     expert, order = torch.where(mine, local, count).flatten().sort(stable=True)
     counts = torch.zeros(count + 1, dtype=torch.int64, device=x.device)
     ends = counts.scatter_add(0, expert, torch.ones_like(expert)).cumsum(0)[:count].to(torch.int32)
-    inner = grouped_gemm(x.index_select(0, order // topk), _stack(w13), ends)
-    outer = grouped_gemm(silu_mul(inner), _stack(w2), ends)
+    if x.device.type == "cpu":
+        outer = grouped_mlp(x, order // topk, _stack(w13), _stack(w2), ends)
+    else:
+        inner = grouped_gemm(x.index_select(0, order // topk), _stack(w13), ends)
+        outer = grouped_gemm(silu_mul(inner), _stack(w2), ends)
     back = torch.empty_like(order).scatter(0, order, torch.arange(rows * topk, device=x.device))
-    each = outer.index_select(0, back).view(rows, topk, -1)
-    # What has no weight adds nothing, whatever it is. The sum runs over choices, in their order.
     factor = torch.where(mine, weights, 0.0).unsqueeze(-1)
-    return torch.where(factor == 0, 0.0, factor * each).sum(1).to(x.dtype)
+    size = rows
+    if x.device.type == "cpu":
+        size = tile_size(rows, 3 * 4 * topk * outer.shape[1], _CACHED_BYTES)
+    back = back.view(rows, topk)
+    parts = [_combined(outer, back[a:b], factor[a:b]) for a, b in tiles(rows, size)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(x.dtype)
+
+
+def _combined(outer: Tensor, places: Tensor, factor: Tensor) -> Tensor:
+    """Rows places [t, topk] of ``outer`` [M, H] times factor [t, topk, 1], summed to [t, H].
+
+    The sum runs over choices, in their order.
+    """
+    each = outer.index_select(0, places.flatten()).view(*places.shape, outer.shape[1])
+    if outer.device.type != "cpu":  # there, rows behind the last group may hold anything
+        each = each.masked_fill_(factor == 0, 0.0)
+    return each.mul_(factor).sum(1)
 
 
 def _stack(weight: Weight) -> Tensor:

@@ -17,10 +17,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # A power of two, and 1 for all but huge rows: nothing is rounded by it.
     largest = torch.maximum(wide.amax(-1, keepdim=True), -wide.amin(-1, keepdim=True))
     shrink = torch.where(largest > _HUGE, _SHRINK, 1.0)
-    wide = wide * shrink
+    wide = wide * shrink  # a tensor of its own: what follows works in place
     mean = (wide * wide).mean(-1, keepdim=True)
-    scaled = wide * torch.rsqrt(mean + eps * (shrink * shrink))
-    return (scaled * weight.to(torch.float32)).to(x.dtype)
+    wide = wide.mul_(torch.rsqrt(mean + eps * (shrink * shrink)))
+    return wide.mul_(weight.to(torch.float32)).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

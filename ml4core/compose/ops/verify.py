@@ -17,12 +17,14 @@ def verify_draft(
     temperature: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    block: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Ids int64 [R, Q], -1 behind the emitted ones, and counts int64 [R] of emitted tokens.
 
     Row i of logits [R, Q, vocab] judges draft i of draft_ids [R, Q-1] and stands at position
     positions[r] + i. A token that isn't drawn after a rejection is the one that ``sample`` gives
-    for its row and position. draft_logits are those before the temperature.
+    for its row and position. draft_logits are those before the temperature. Drafts are judged one
+    by one, or with ``block`` as a block.
     """
     depth, vocab = draft_ids.shape[1], logits.shape[-1]
     if depth == 0:
@@ -36,17 +38,23 @@ def verify_draft(
     step = torch.arange(depth + 1, device=logits.device)
     given = (draft_ids >= 0) & (draft_ids < vocab)
     drafts = torch.where(given, draft_ids, 0)
-    keys = row_keys(seeds.unsqueeze(-1), positions.unsqueeze(-1) + step[:-1], ACCEPT)
-    lucky = _accept(scores[:, :-1], drafts, draft_scores, keys)
-    equal = drafts == first_argmax(usable, allowed)[:, :-1]
-    accepted = given & torch.where(temperature.unsqueeze(-1) > 0, lucky, equal)
-    kept = accepted.to(torch.int64).cumprod(-1).sum(-1)  # [R] drafts
+    if block:
+        # What comes after a block must not share the noise by which its last drafts were dropped.
+        bar = uniform(row_keys(seeds, positions, ACCEPT), depth)
+        lucky, weight = _accept_block(scores, drafts, given, draft_scores, bar)
+    else:
+        keys = row_keys(seeds.unsqueeze(-1), positions.unsqueeze(-1) + step[:-1], ACCEPT)
+        bar = uniform(keys, 1).squeeze(-1)
+        lucky, weight = _accept(scores, drafts, given, draft_scores, bar)
+    equal = given & (drafts == first_argmax(usable, allowed)[:, :-1])
+    same = equal.to(torch.int64).cumprod(-1).sum(-1)
+    kept = torch.where(temperature > 0, lucky, same)  # [R] drafts
 
     usable, allowed, scores = (_row(x, kept) for x in (usable, allowed, scores))
     judged = kept.clamp(max=depth - 1)  # the draft that the last row judges, if it judges one
     rejected = (kept < depth) & _row(given, judged)
     draft_row = None if draft_scores is None else _row(draft_scores, judged)
-    residual = _residual(scores, _row(drafts, judged), draft_row)
+    residual = _residual(scores, _row(drafts, judged), draft_row, weight)
     # The residual is empty if the two laws are equal but for rounding.
     rejected = rejected & (residual > NEG_INF).any(-1)
     weights = torch.where(rejected.unsqueeze(-1), residual, scores)
@@ -60,12 +68,56 @@ def verify_draft(
     return ids, kept + 1
 
 
-def _accept(scores: Tensor, drafts: Tensor, draft_scores: Tensor | None, keys: Tensor) -> Tensor:
-    """Whether u q(d) < p(d), for scores [R, Q-1, vocab] and drafts d [R, Q-1]; u in (0, 1)."""
-    bar = torch.log(uniform(keys, 1)).squeeze(-1)
+def _accept(
+    scores: Tensor, drafts: Tensor, given: Tensor, draft_scores: Tensor | None, noise: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of log weights [R, Q, vocab], drafts d [R, Q-1] that are there where ``given``, and noise u
+    [R, Q-1] in (0, 1): how many are kept, int64 [R], each as long as u q(d) < p(d); and what weighs
+    p in the law of the token after them, [R].
+    """
+    bar = torch.log(noise)
     if draft_scores is not None:
         bar = bar + _log_odds(draft_scores, drafts)
-    return bar < _log_odds(scores, drafts)
+    accepted = given & (bar < _log_odds(scores[:, :-1], drafts))
+    kept = accepted.to(torch.int64).cumprod(-1).sum(-1)
+    return kept, torch.ones_like(kept, dtype=torch.float32)
+
+
+def _accept_block(
+    scores: Tensor, drafts: Tensor, given: Tensor, draft_scores: Tensor | None, noise: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same for the block rule: the longest prefix of i drafts with u_i < h_i, by which much
+    that is unlikely may be kept for what comes after it.
+    """
+    there = given.to(torch.int64).cumprod(-1).to(torch.bool)
+    gain = _log_odds(scores[:, :-1], drafts)
+    if draft_scores is not None:
+        gain = gain - _log_odds(draft_scores, drafts)
+    ratio = torch.nan_to_num(torch.exp(gain), nan=0.0)
+    whole = torch.ones_like(ratio[:, 0])
+    weights = [whole]
+    for i in range(ratio.shape[1]):
+        weights.append((weights[-1] * ratio[:, i]).clamp(max=1.0))
+    weight = torch.stack(weights, dim=1)  # [R, Q]
+    left = _leftover(scores[:, :-1], drafts, draft_scores, weight[:, :-1])
+    room = left + 1 - weight[:, :-1]
+    chance = torch.where(room > 0, left / room, 0.0)  # of stopping after i drafts, i < Q-1
+    last = torch.cat((~there, torch.ones_like(there[:, :1])), dim=1)  # no draft follows
+    chance = torch.where(last, weight, torch.cat((chance, weight[:, -1:]), dim=1))
+    lucky = noise < chance[:, 1:]
+    places = torch.arange(1, ratio.shape[1] + 1, device=scores.device)
+    kept = torch.where(lucky & there, places, 0).amax(-1)
+    return kept, _row(weight, kept)
+
+
+def _leftover(
+    scores: Tensor, drafts: Tensor, draft_scores: Tensor | None, weight: Tensor
+) -> Tensor:
+    """Sum over the vocabulary of max(weight p - q, 0), [R, Q-1]."""
+    if draft_scores is None:  # all of q is at the draft, and no weight is above 1
+        return weight * (1 - torch.exp(_log_odds(scores, drafts)))
+    odds = torch.softmax(scores, dim=-1) * weight.unsqueeze(-1)
+    return (odds - torch.softmax(draft_scores, dim=-1)).clamp(min=0).sum(-1)
 
 
 def _log_odds(scores: Tensor, ids: Tensor) -> Tensor:
@@ -73,13 +125,15 @@ def _log_odds(scores: Tensor, ids: Tensor) -> Tensor:
     return torch.log_softmax(scores, dim=-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
-def _residual(scores: Tensor, draft: Tensor, draft_scores: Tensor | None) -> Tensor:
-    """Log weights of max(p - q, 0) [R, vocab]; q is certain of draft [R] without its scores."""
+def _residual(scores: Tensor, draft: Tensor, draft_scores: Tensor | None, weight: Tensor) -> Tensor:
+    """Log weights of max(weight p - q, 0) [R, vocab]; q is certain of draft [R] without its
+    scores.
+    """
     if draft_scores is None:
         ids = torch.arange(scores.shape[-1], device=scores.device)
         return torch.where(ids == draft.unsqueeze(-1), NEG_INF, scores)
-    odds = torch.softmax(scores, dim=-1) - torch.softmax(draft_scores, dim=-1)
-    return torch.log(odds.clamp(min=0))
+    odds = torch.softmax(scores, dim=-1) * weight.unsqueeze(-1)
+    return torch.log((odds - torch.softmax(draft_scores, dim=-1)).clamp(min=0))
 
 
 def _row(x: Tensor, at: Tensor) -> Tensor:

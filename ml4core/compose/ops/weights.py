@@ -72,7 +72,7 @@ def quantize(x: Tensor, format: str, rule: str | None = None) -> Weight:
 
 def _fp8_block(x: Tensor, rule: str) -> dict[str, Tensor]:
     data, scale = fp8_block.quantize_weight(x, pow2=rule == "pow2")
-    return {"data": data, "scale": scale}
+    return {"data": data.contiguous(), "scale": scale.contiguous()}
 
 
 def _fp8_tensor(x: Tensor, rule: str) -> dict[str, Tensor]:

@@ -14,13 +14,19 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from ml4core.models import checkpoint_writer
 from ml4core.models.checkpoint import Checkpoint, CheckpointWriter
 from ml4core.models.errors import CheckpointError
+from ml4core.models.folder_lock import FolderLock
 from ml4core.models.safetensors_file import DTYPES
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """Each file, and each folder, whatever is in it."""
+    return {
+        path.name: path.read_bytes() if path.is_file() else b"a folder"
+        for path in sorted(folder.iterdir())
+    }
 
 
 def test_one_shard(tmp_path: Path) -> None:
@@ -158,7 +164,7 @@ def test_no_final_name_before_close(tmp_path: Path) -> None:
     for number in range(4):
         writer.add(f"t{number}", torch.zeros(10, dtype=torch.uint8))
         writer.add_json(f"{number}.json", {})
-    assert all(path.name.startswith(".writing-") for path in tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".writing"]
     writer.abort()
     assert content_of(tmp_path) == {}
 
@@ -259,6 +265,55 @@ def test_overwrite_replaces_a_longer_set(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tmp_path)
     assert checkpoint.params == {"value": 2.0}
     assert checkpoint.read("t2").tolist() == [2.0] * 4
+
+
+def test_what_a_killed_process_left_is_named_and_cleared(tmp_path: Path) -> None:
+    fill(CheckpointWriter(tmp_path, max_shard_bytes=16))
+    before = content_of(tmp_path)
+    (tmp_path / ".writing" / "deep").mkdir(parents=True)
+    (tmp_path / ".writing" / "deep" / "x").write_text("x")
+    (tmp_path / ".writing" / "7-spool").write_text("x")
+    (tmp_path / ".replaced-ab-consolidated.safetensors").write_text("x")
+    left = content_of(tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        CheckpointWriter(tmp_path)
+    assert (
+        "a process that was killed left '.replaced-ab-consolidated.safetensors', '.writing'"
+        in str(error.value)
+    )
+    assert content_of(tmp_path) == left
+    fill(CheckpointWriter(tmp_path, max_shard_bytes=16, overwrite=True))
+    assert content_of(tmp_path) == before
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    first = CheckpointWriter(tmp_path / "m")
+    first.add("a", torch.ones(4))
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointError, match="another process is writing it"):
+            CheckpointWriter(tmp_path / "m", overwrite=overwrite)
+    first.close()
+    assert sorted(content_of(tmp_path / "m")) == ["consolidated.safetensors"]
+    CheckpointWriter(tmp_path / "m", overwrite=True).abort()
+    assert sorted(content_of(tmp_path / "m")) == ["consolidated.safetensors"]
+
+
+def test_a_writer_that_finishes_meanwhile_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at an empty folder and the lock."""
+    lock = checkpoint_writer.FolderLock
+
+    def late(*args: Path) -> FolderLock:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_writer, "FolderLock", lock)
+            fill(CheckpointWriter(tmp_path))
+        return lock(*args)
+
+    monkeypatch.setattr(checkpoint_writer, "FolderLock", late)
+    with pytest.raises(CheckpointError, match=r"not empty: 'consolidated\.safetensors'"):
+        CheckpointWriter(tmp_path)
+    assert sorted(content_of(tmp_path)) == ["consolidated.safetensors", "params.json"]
 
 
 def test_overwrite_stops_at_a_folder(tmp_path: Path) -> None:

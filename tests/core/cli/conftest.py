@@ -9,11 +9,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import typer
 
+from ml4core.api import Capabilities
 from ml4core.cli import main
 from ml4core.cli.engine_options import EngineCommand, with_engine_flags
 from ml4core.engine.args import EngineArgs
@@ -83,7 +85,9 @@ class StubEngine:
     params: Any = None
     answer: list[int] | None = None
     closed: bool = False
-    choice: Any = "a choice"
+    choice: Any = field(
+        default_factory=lambda: SimpleNamespace(capabilities=Capabilities(frozenset()))
+    )
     fault: Any = None
     rest: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     logprob: float = -0.5

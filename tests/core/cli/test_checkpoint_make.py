@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +155,53 @@ def test_a_file_in_the_way(ml4: Any, tmp_path: Path) -> None:
     assert (done.code, done.out) == (1, "")
     assert str(file) in done.err
     assert "Traceback" not in done.err
+
+
+def stopped_in_the_middle(folder: Path, number: signal.Signals, *words: str) -> tuple[int, str]:
+    """Exit code and words of a process that was sent a signal while it wrote tensors."""
+    command = [sys.executable, "-m", "ml4core", "checkpoint", "make", str(folder), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        spool = folder / ".writing" / "1-spool"
+        deadline = time.monotonic() + 120
+        while not (spool.exists() and spool.stat().st_size):
+            assert process.poll() is None, "it was done before the signal"
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.send_signal(number)
+        words_said = process.communicate(timeout=120)[1]
+    return process.returncode, words_said
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_signal_leaves_what_was_there(
+    ml4: Any, tmp_path: Path, number: signal.Signals, there: bool
+) -> None:
+    folder = tmp_path / "m"
+    if there:
+        assert ml4("checkpoint", "make", str(folder)).code == 0
+    before = digests(folder) if there else {}
+    code, said = stopped_in_the_middle(folder, number, "--seed", "1", "--overwrite")
+    assert code == 128 + number
+    assert said == ("" if number == signal.SIGINT else f"ended by {number.name}\n")
+    assert folder.exists() == there
+    assert (digests(folder) if there else {}) == before
+
+
+@pytest.mark.multiprocess
+def test_what_a_killed_run_left_is_named_and_goes_with_the_next(ml4: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    code, _ = stopped_in_the_middle(folder, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert os.listdir(folder) == [".writing"]
+    done = ml4("checkpoint", "make", str(folder))
+    assert (done.code, done.out) == (1, "")
+    assert "not empty: '.writing'; a process that was killed left '.writing'" in done.err
+    assert "--overwrite replaces it" in done.err
+    done = ml4("checkpoint", "make", str(folder), "--if-missing")
+    assert (done.code, done.out) == (1, "")
+    assert "--overwrite makes it anew" in done.err
+    assert ml4("checkpoint", "make", str(folder), "--overwrite").code == 0
+    assert sorted(digests(folder)) == ["consolidated.safetensors", "params.json", "tekken.json"]

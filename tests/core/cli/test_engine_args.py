@@ -172,6 +172,7 @@ def test_all_broken_relations_come_at_once() -> None:
 
 
 LANDED = {
+    "speculative_config": {"method": "dspark", "draft_sample_method": "greedy"},
     "backend": "other",
     "dtype": "bfloat16",
     "kv_cache_dtype": "fp8_ds_mla",
@@ -211,7 +212,6 @@ NOT_LANDED = {
     "master_addr": "h",
     "master_port": 1,
     "distributed_executor_backend": "mp",
-    "speculative_config": {"method": "dspark"},
     "kv_transfer_config": {"kv_role": "kv_both"},
     "attention_backend": "a",
     "compilation_config": {"mode": 3},

@@ -186,6 +186,12 @@ def test_stdin_is_read_if_nothing_else_is_given(
         (["--prompt", "a", "--repetition-penalty", "0"], "repetition_penalty: 0.0 (works: "),
         (["--prompt", "a", "--n", "2"], "n: 2 (works: 1 at temperature 0"),
         (["--prompt", "a", "--logprobs", "-1", "--json"], "logprobs: -1 (works: None, or 0"),
+        (["--prompt", "a", "--logprobs", "8193", "--json"], "logprobs: 8193 (works: "),
+        (
+            ["--prompt", "a", "--n", "5", "--temperature", "1", "--max-num-seqs", "4"],
+            "n: 5 (works: at most 4: --max-num-seqs)",
+        ),
+        (["--prompt", "a", "--max-tokens", "5", "--min-tokens", "6"], "min_tokens: 6 (works: "),
         (["--prompt", "a", "--min-tokens", "129"], "min_tokens: 129 (works: at most max_tokens"),
         (["--prompt", "a", "--stop", ""], 'stop: ""'),
         (["--prompts", "/no/such/file"], "--prompts: /no/such/file: No such file"),

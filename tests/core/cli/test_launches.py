@@ -47,7 +47,7 @@ REPLICA_VALUES = {
 }
 
 SERVER_FLAGS = {"--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser"}
-EIGHT_FLAGS = SERVER_FLAGS | {"--tensor-parallel-size", "--speculative-config"}
+EIGHT_FLAGS = SERVER_FLAGS | {"--tensor-parallel-size"}
 NODE_FLAGS = {"--nnodes", "--master-addr", "--distributed-executor-backend mp"}
 REPLICA_FLAGS = {
     "--tensor-parallel-size",
@@ -75,7 +75,7 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "nvfp4": (
         f"{MODEL}-NVFP4 --tensor-parallel-size 8 {DRAFT}",
         {"tensor_parallel_size": 8, "speculative_config": DRAFT_CONFIG},
-        {"--tensor-parallel-size", "--speculative-config"},
+        {"--tensor-parallel-size"},
     ),
     "long context": (
         f"{EIGHT} --decode-context-parallel-size 8",

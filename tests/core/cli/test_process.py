@@ -49,7 +49,8 @@ def shell(line: str, *argv: str) -> subprocess.CompletedProcess[bytes]:
         (["generate", "m", "--prompt", "a", "-tp", "8"], 3),
         (["generate", "/no/such/folder", "--prompt", "a"], 1),
         (["inspect", "/no/such/folder"], 1),
-        (["bench"], 2),
+        (["serve"], 2),
+        (["bench", "step", "--part", "nothing"], 2),
     ],
 )
 def test_exit_codes(words: list[str], code: int) -> None:

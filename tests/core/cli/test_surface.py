@@ -10,7 +10,17 @@ import typer
 from ml4core.cli.app import build_app
 from ml4core.engine.args import FLAGS
 
-COMMANDS = ["backends", "checkpoint", "doctor", "generate", "inspect", "plan", "quantize"]
+COMMANDS = [
+    "backends",
+    "bench",
+    "checkpoint",
+    "doctor",
+    "eval",
+    "generate",
+    "inspect",
+    "plan",
+    "quantize",
+]
 
 ENGINE_FLAGS = """
 --additional-config --async-scheduling --attention-backend --attention-config --backend --block-size
@@ -34,8 +44,13 @@ OPTIONS = {
     "backends": "--json",
     "doctor": "--json",
     "inspect": "--json",
+    "bench": "",
+    "bench step": """--batch-size --compare --context --input-len --json --output-len --part
+        --repeats --requests --threads """
+    + ENGINE_FLAGS,
     "checkpoint": "",
-    "quantize": "--all --experts-only --max-shard-bytes --mxfp4-rule --nvfp4-form --rest --to",
+    "quantize": """--all --experts-only --include-drafter --include-output
+        --max-shard-bytes --mxfp4-rule --nvfp4-form --rest --to""",
     "checkpoint make": "--format --if-missing --overwrite --seed",
     "generate": """--chat --raw --json --prompt --prompt-file --prompts --report --stream
         --no-stream
@@ -43,6 +58,7 @@ OPTIONS = {
         --presence-penalty --repetition-penalty --stop --stop-token-ids --temperature --top-k
         --top-p """
     + ENGINE_FLAGS,
+    "eval": "--full --json --length --limit --plot --text --weights " + ENGINE_FLAGS,
     "plan": """--context --device --held --json --memory --reserve --weights """ + ENGINE_FLAGS,
 }
 
@@ -85,9 +101,9 @@ def test_help_shows_every_flag_in_its_panel(ml4: Any) -> None:
 def test_help_says_what_has_not_landed(ml4: Any) -> None:
     words = ml4("generate", "--help").out.split()
     pages = " ".join(words).split(" --")
-    (speculation,) = [page for page in pages if page.startswith("speculative-config JSON")]
+    (transfer,) = [page for page in pages if page.startswith("kv-transfer-config JSON")]
     (block,) = [page for page in pages if page.startswith("block-size INTEGER")]
-    assert speculation.rstrip(".").endswith("has not landed")
+    assert transfer.rstrip(".").endswith("has not landed")
     assert "has not landed" not in block
 
 

@@ -23,6 +23,7 @@ from ml4core.api import (
 )
 from ml4core.compose.bind import bind_model, bind_ops
 from ml4core.compose.context import StageContext
+from ml4core.compose.contract import CheckedOp
 from ml4core.compose.ops import COMPOSED
 from ml4core.engine.collectives import SingleRank
 from ml4core.models.layer_table import build_model_spec
@@ -163,7 +164,8 @@ def test_layers_of_one_kind_that_are_served_apart_stay_apart_in_the_report():
 def test_own_ops_come_before_compositions():
     own = Stub(ops={"topk": fused})
     ops, choices = bind_ops(own, Capabilities(frozenset({"feature:compose", "op:topk"})), "mine")
-    assert ops["topk"] is fused
+    assert isinstance(ops["topk"], CheckedOp)
+    assert ops["topk"].call is fused
     assert ops["rope"] is COMPOSED["rope"]
     assert set(ops) == set(OPS)
     assert {c.part for c in choices if c.provider == "mine"} == {"topk"}

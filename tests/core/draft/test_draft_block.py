@@ -305,7 +305,7 @@ def test_drafts_share_no_noise_with_the_target() -> None:
     seeds = torch.tensor([request.seed for request in requests])
     positions = torch.tensor([request.length for request in requests])
     for i in range(3):
-        own = COMPOSED["sample"](logits[:, i], temperature, seeds, positions + i + DRAFT_SALT)
+        own = COMPOSED["sample"](logits[:, i], temperature, seeds, positions + DRAFT_SALT * (i + 1))
         targets = COMPOSED["sample"](logits[:, i], temperature, seeds, positions + i)
         assert torch.equal(ids[:, i], own)
         assert (ids[:, i] == targets).sum() <= 4

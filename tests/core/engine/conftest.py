@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from ml4core.api import Fault, FaultError
+from ml4core.api import Fault, FaultError, StepBuckets, StepOutput, StepPlan, StepShape
 from ml4core.engine.block_pool import BlockPool
 from ml4core.engine.core import EngineCore
+from ml4core.engine.feeding import Made, feed_plan
 from ml4core.engine.kv_groups import KVGroup
 from ml4core.engine.kv_manager import KVManager
 from ml4core.engine.outputs import SequenceOutput
@@ -34,23 +37,49 @@ def draw(context: Sequence[int], row: SamplerRow) -> int:
 
 @dataclass
 class NullStep:
-    """Keys were read when the step was launched; draws are made when they are asked for."""
+    """Keys were read when the step was launched; draws are made as late as those of a model."""
 
-    contexts: list[list[int]]
-    rows: list[SamplerRow]
+    runner: NullRunner
+    step: StepInput
+    contexts: list[list[list[int]]]  # of each draw, those of its rows
     fault: Fault | None = None
-    done: StepResult | None = None
+    made: Made | None = None
+    emitted: list[list[int]] = field(default_factory=list)
+
+    def settle(self) -> Made:
+        if self.made is None:
+            step, depth = self.step, self.runner.depth
+            drafts = []
+            for contexts, row in zip(self.contexts, step.rows, strict=True):
+                known, context = [*row.prompt_ids, *row.output_ids], contexts[0]
+                if depth:  # an end may have cut the run that the window stands behind
+                    context = context[: len(known)]
+                assert known == context, "what a sampler would see"
+                own = row.window(len(contexts)) if depth else [row]
+                tokens: list[int] = []
+                for context, one in zip(contexts, own, strict=True):
+                    if tokens and context[-1] != tokens[-1]:
+                        break  # the draft before was rejected
+                    tokens.append(draw(context, one))
+                self.emitted.append(tokens)
+                drafts.append(self.runner.guess(contexts[0] + tokens, row))
+            counts = torch.tensor([len(tokens) for tokens in self.emitted], dtype=torch.int64)
+            ids = torch.full((len(counts), 1 + depth), -1)
+            for i, tokens in enumerate(self.emitted):
+                ids[i, : len(tokens)] = torch.tensor(tokens)
+            if depth:
+                self.made = Made(ids, counts, torch.tensor(drafts).view(-1, depth))
+                self.runner.store_drafts(self)
+            else:
+                self.made = Made(ids)
+        return self.made
 
     def result(self) -> StepResult:
         if self.fault is not None:
             raise FaultError(self.fault)
-        if self.done is None:
-            tokens = []
-            for context, row in zip(self.contexts, self.rows, strict=True):
-                assert [*row.prompt_ids, *row.output_ids] == context, "what a sampler would see"
-                tokens.append(SampledToken(draw(context, row), None))
-            self.done = StepResult(tokens, [])
-        return self.done
+        drafts = self.settle().drafts
+        tokens = [[SampledToken(token, None) for token in tokens] for tokens in self.emitted]
+        return StepResult(tokens, [], () if drafts is None else drafts.tolist())
 
 
 @dataclass
@@ -58,6 +87,9 @@ class NullRunner:
     """Keeps (position, token) in each slot of each group, as a model keeps keys. A draw reads what
     its row sees through the page table and holds it against the row's position: a key that is
     missing, stale or another request's shows at once.
+
+    With ``depth`` it drafts: each draft is what will be drawn with the chance ``skill``. The draft
+    group gets the rows of accepted tokens, then a block, and must have every row of its window.
     """
 
     kv: KVManager
@@ -66,9 +98,14 @@ class NullRunner:
     steps: int = 0
     plans: list[Any] = field(default_factory=list)
     keep_plans: bool = False
+    depth: int = 0
+    skill: float = 0.5
+    lacking: int = 0  # rows of a window that a drafter had to do without, after a prefix hit
+    last: NullStep | None = None
 
     def __post_init__(self) -> None:
         size = self.kv.block_size
+        self.rng = random.Random(1)
         self.caches = {
             group.name: np.full((self.kv.pools[group.name].blocks * size, 2), -1, np.int64)
             for group in self.kv.groups
@@ -81,20 +118,79 @@ class NullRunner:
         plan = step.plan
         if self.keep_plans:
             self.plans.append(plan)
+        if self.last is not None and self.last.fault is None:
+            self.last.settle()
         if step.feed is not None:
-            tokens = step.feed.before.result().tokens
-            for row, draw_index in zip(step.feed.rows, step.feed.draws, strict=True):
-                plan.token_ids[row] = tokens[draw_index].token_id
+            assert isinstance(step.before, NullStep)
+            feed_plan(plan, step.feed, step.before.settle(), self.kv.block_size, VOCAB)
         ids, positions = plan.token_ids.numpy(), plan.positions.numpy()
         for group in self.kv.groups:
+            if group.ahead:
+                continue
             slots = plan.slots[group.name].numpy()
+            real = plan.visible.numpy() > 0
+            assert (slots[~real] == -1).all(), "padding is never written"
+            slots = slots[real]
             assert (slots >= self.kv.block_size).all(), "the null page is never written"
             assert len(set(slots.tolist())) == len(slots)
-            self.caches[group.name][slots] = np.stack([positions, ids], -1)
-        wanted = plan.logits_indices[step.drawn].tolist() if step.drawn else []
-        contexts = [self._context(plan, row) for row in wanted]
+            self.caches[group.name][slots] = np.stack([positions, ids], -1)[real]
+        contexts = []
+        for i, first in enumerate(step.first_rows):
+            rows = range(first, first + step.width) if i in step.windows else [first]
+            assert step.drawn[i] < len(plan.logits_indices)
+            assert int(plan.logits_indices[step.drawn[i]]) == first
+            contexts.append([self._context(plan, r) for r in rows if plan.visible[r] > 0])
         fault = Fault("null", "made to fail", self.steps) if self.steps == self.fail_at else None
-        return NullStep(contexts, step.rows, fault)
+        self.last = NullStep(self, step, contexts, fault)
+        return self.last
+
+    def guess(self, context: list[int], row: SamplerRow) -> list[int]:
+        """Drafts behind a context."""
+        found: list[int] = []
+        for i in range(self.depth):
+            position = len(context) + i - 1
+            token = draw(context + found, replace(row, position=position))
+            found.append(token if self.rng.random() < self.skill else self.rng.randrange(VOCAB))
+        return found
+
+    def store_drafts(self, step: NullStep) -> None:
+        """What a drafter does behind a step."""
+        made, plan, size = step.made, step.step.plan, self.kv.block_size
+        assert made is not None
+        assert made.counts is not None
+        counts = dict(zip(step.step.requests, made.counts.tolist(), strict=True))
+        windows = {step.step.requests[i] for i in step.step.windows}
+        for group in (group for group in self.kv.groups if group.ahead):
+            cache, table = self.caches[group.name], plan.block_tables[group.name].tolist()
+            written = set()
+            for row, slot in enumerate(plan.slots[group.name].tolist()):
+                request = int(plan.row_request[row])
+                offset = row - int(plan.query_start[request])
+                if slot < 0 or (request in windows and offset >= counts[request]):
+                    continue
+                assert slot >= size, "the null page is never written"
+                written.add(slot)
+                cache[slot] = int(plan.positions[row]), int(plan.token_ids[row])
+            for i, (request, tokens) in enumerate(
+                zip(step.step.requests, step.emitted, strict=True)
+            ):
+                context = step.contexts[i][0] + tokens
+                anchor = len(context) - 1
+                for position in range(anchor, anchor + self.depth):
+                    page = table[request][position // size]
+                    assert page > 0, "a block has rows of its own"
+                    assert page * size + position % size not in written
+                    cache[page * size + position % size] = -2, 0
+                assert group.window is not None
+                for position in range(max(0, anchor - group.window + 1), anchor):
+                    page = table[request][position // size]
+                    if page == 0:
+                        self.lacking += 1
+                        continue
+                    assert cache[page * size + position % size].tolist() == [
+                        position,
+                        context[position],
+                    ]
 
     def _context(self, plan: Any, row: int) -> list[int]:
         """The tokens that a row sees in the first group; other groups must agree."""
@@ -102,7 +198,7 @@ class NullRunner:
         size = self.kv.block_size
         whole: list[int] | None = None
         for group in self.kv.groups:
-            if not group.required:
+            if not group.required or group.ahead:
                 continue
             first = 0 if group.window is None else max(0, position + 1 - group.window)
             places = np.arange(first, position + 1)
@@ -145,6 +241,8 @@ class Rig:
             if not self.core.has_work:
                 return
             self.step()
+            if self.core.cause is not None:
+                raise self.core.cause
         raise AssertionError(f"still at work after {limit} steps")
 
     def assert_empty(self) -> None:
@@ -169,6 +267,8 @@ def make(
     max_model_len: int = 200,
     eos: frozenset[int] = frozenset(),
     seed: int = 0,
+    buckets: StepBuckets | None = None,
+    skill: float = 0.5,
     **config: Any,
 ) -> Rig:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 16} | config
@@ -176,7 +276,7 @@ def make(
     pools = {name: BlockPool(name, count) for name, count in sizes.items()}
     step_rows = settings["max_num_batched_tokens"] * (2 if overlap else 1)
     kv = KVManager(groups, pools, block_size, step_rows=step_rows, caching=caching)
-    runner = NullRunner(kv)
+    runner = NullRunner(kv, depth=settings.get("drafts", 0), skill=skill)
     core = EngineCore(
         runner,
         kv,
@@ -186,6 +286,7 @@ def make(
         eos_ids=eos,
         seed=seed,
         overlap=overlap,
+        buckets=buckets,
     )
     return Rig(core, runner, kv)
 
@@ -213,3 +314,39 @@ def expect(
 @pytest.fixture(name="expect")
 def expect_fixture() -> Callable[..., list[int]]:
     return expect
+
+
+class Static:
+    """An executor with buffers of its own: a plan is copied into them, and each call spoils what
+    the one before has returned.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: list[StepShape] = []
+        self.given: list[torch.Tensor] = []
+
+    def compile(self, step: Callable[..., StepOutput], shape: StepShape) -> Callable[..., Any]:
+        self.shapes.append(shape)
+        kept: dict[str, torch.Tensor] = {}
+
+        def call(weights: Any, plan: StepPlan, kv: Any) -> StepOutput:
+            for tensor in self.given:
+                tensor.fill_(True if tensor.dtype == torch.bool else float("nan"))
+            if not kept:
+                kept.update({name: one.clone() for name, one in plan.tensors().items()})
+            for name, tensor in plan.tensors().items():
+                kept[name].copy_(tensor)
+                tensor.fill_(0)
+            output = step(weights, plan.replace_tensors(kept), kv)
+            self.given = [output.logits, *output.taps, output.fault]
+            return output
+
+        return call
+
+    def eager_break(self, function: Any) -> Any:
+        return function
+
+
+@pytest.fixture
+def static_executor() -> Callable[[], Static]:
+    return Static

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from ml4core.api import StepPlan
-from ml4core.engine.batch import FIRST_SLOTS, BatchState, Pads, in_row_order
+from ml4core.api import StepBuckets, StepPlan
+from ml4core.engine.batch import FIRST_SLOTS, BatchState, in_row_order
 from ml4core.engine.request import Request
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.engine.scheduler import Work
@@ -40,12 +40,25 @@ def assert_equal(ours: StepPlan, reference: StepPlan) -> None:
             assert torch.equal(mine[group], theirs[group]), (name, group)
 
 
+def random_buckets(rng: random.Random) -> StepBuckets:
+    def sizes(most: int) -> tuple[int, ...]:
+        return tuple(sorted(rng.sample(range(1, most), rng.choice([0, 1, 4]))))
+
+    return StepBuckets(sizes(15), sizes(15), sizes(15), sizes(300), sizes(30), sizes(60))
+
+
 class Batch:
     """Requests with random pages, some of them null in front, bound to slots."""
 
-    def __init__(self, rng: random.Random, slots: int) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        slots: int,
+        buckets: StepBuckets = StepBuckets(),  # noqa: B008
+    ) -> None:
         self.rng = rng
-        self.state = BatchState(slots, GROUPS, BLOCK, "cpu")
+        self.buckets = buckets
+        self.state = BatchState(slots, GROUPS, BLOCK, "cpu", buckets=buckets)
         self.next_page = {group: 1 for group in GROUPS}
         self.requests: list[Request] = []
 
@@ -76,31 +89,25 @@ class Batch:
         for made in self.rng.sample(self.requests, self.rng.randint(1, len(self.requests))):
             left = made.num_tokens - made.num_computed
             choices = [1, self.rng.randint(1, left), min(left, verify_rows or 1)]
-            end = made.num_computed + self.rng.choice(choices)
-            work.append(Work(made, made.num_computed, end, end == made.num_tokens, 0))
+            start, rows = made.num_computed, self.rng.choice(choices)
+            window = rows if rows == verify_rows else 0
+            work.append(Work(made, start, start + rows, start + rows == made.num_tokens, 0, window))
         return work
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_mixes_equal_the_reference(seed: int) -> None:
     rng = random.Random(seed)
-    batch = Batch(rng, slots=12)
+    batch = Batch(rng, 12, random_buckets(rng))
     for _ in range(12):
         if not batch.requests or (len(batch.requests) < 12 and rng.random() < 0.8):
             batch.add(rng.choice([1, 2, 5, 30, 1500]))
         if len(batch.requests) > 1 and rng.random() < 0.2:
             batch.state.unbind(batch.requests.pop(rng.randrange(len(batch.requests))))
         verify = rng.choice([0, 3])
-        pad = rng.choice([0, rng.randint(1, 14)])
-        every = rng.random() < 0.3
-        pads = Pads(pad, pad * 5, pad * 2, pad)
-        work = in_row_order(batch.work(verify), verify)
-        ours = batch.state.build(
-            work,
-            verify_rows=verify,
-            pads=pads,
-            every_row=range(len(work)) if every else (),
-        )
+        work = in_row_order(batch.work(verify))
+        every = rng.random() < 0.3 or any(w.window for w in work)
+        built = batch.state.build(work, every_row=range(len(work)) if every else ())
         sequences = [
             (Sequence(w.request.token_ids, 1, w.start, w.request.pages), w.rows) for w in work
         ]
@@ -109,13 +116,15 @@ def test_random_mixes_equal_the_reference(seed: int) -> None:
             GROUPS,
             BLOCK,
             verify_rows=verify,
-            pad_requests=pads.requests,
-            pad_rows=pads.rows,
-            pad_pages=pads.pages,
-            pad_logits=pads.logits,
             all_logits=every,
+            buckets=batch.buckets,
         )
-        assert_equal(ours, reference)
+        assert_equal(built.plan, reference)
+        for i, w in enumerate(work):
+            first, wanted = int(built.layout.rows[i]), reference.logits_indices.tolist()
+            assert reference.positions[first] == w.start
+            assert reference.row_request[first] == built.layout.requests[i]
+            assert wanted[built.logits[i]] == (first if every else first + w.rows - 1)
         # A step: what was computed counts, drawn tokens come, pages grow, windows pass.
         alive = []
         for w in work:
@@ -145,7 +154,8 @@ def test_slots_come_as_requests_do() -> None:
     assert sorted(slots) == list(range(2 * FIRST_SLOTS + 2))
     work = [Work(made, 0, 9, True, 0) for made in batch.requests]
     sequences = [(Sequence(w.request.token_ids, 1, 0, w.request.pages), 9) for w in work]
-    assert_equal(batch.state.build(work), build_plan(sequences, GROUPS, BLOCK))
+    reference = build_plan(sequences, GROUPS, BLOCK, buckets=batch.buckets)
+    assert_equal(batch.state.build(work).plan, reference)
 
 
 def test_no_more_slots_than_asked_for() -> None:
@@ -166,18 +176,19 @@ def test_logits_of_every_row_of_some_requests() -> None:
     ]
     ordered = in_row_order(work)
     assert [w.rows for w in ordered] == [1, 3, 4]
-    plan = batch.state.build(ordered, every_row=[1])
+    plan, _, firsts = batch.state.build(ordered, every_row=[1])
+    assert firsts.tolist() == [0, 1, 4]
     assert plan.logits_indices.tolist() == [0, 1, 2, 3, 7]
     assert plan.shape.logits == 5
 
 
 def test_a_slot_that_is_used_again_shows_nothing_of_its_last_request() -> None:
-    batch = Batch(random.Random(5), slots=1)
+    batch = Batch(random.Random(5), 1, StepBuckets(pages=(30,)))
     batch.add(60)
     batch.state.unbind(batch.requests.pop())
     batch.add(3)
     (made,) = batch.requests
     work = [Work(made, made.num_computed, made.num_tokens, True, 0)]
-    plan = batch.state.build(work, pads=Pads(pages=30))
+    plan = batch.state.build(work).plan
     pages = made.pages["latent"]
     assert plan.block_tables["latent"].tolist() == [pages + [0] * (30 - len(pages))]

@@ -183,9 +183,11 @@ def test_a_model_beyond_a_declared_limit_is_refused(start, folder, choice, name)
         open_engine(args, choice=declaring(choice, limits={name: size - 1}))
 
 
-def test_a_private_layout_that_the_session_does_not_bring_is_refused(folder, choice):
+def test_a_private_layout_that_the_session_does_not_bring_is_refused(folder, choice, monkeypatch):
     words = choice.capabilities.features | {"kv:x-cpu/rows", "index:x-cpu/keys"}
     chip = declaring(choice, features=words, defaults={"kv": "x-cpu/rows", "index": "x-cpu/keys"})
+    declared = chip.devices[0].capabilities
+    monkeypatch.setattr(type(choice.backend), "capabilities", lambda self, device: declared)
     with pytest.raises(Refused) as refused:
         open_engine(EngineArgs(str(folder)), choice=chip)
     subjects = {refusal.subject for refusal in refused.value.refusals}

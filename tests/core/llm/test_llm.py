@@ -139,6 +139,23 @@ def test_several_answers_and_logprobs(llm: LLM) -> None:
     assert "Hello" in {entry.decoded_token for entry in told.values()}
 
 
+def test_several_answers_wait_for_a_full_pool(llm: LLM, folder: Path) -> None:
+    """Each of them fits, not all together: they take turns, and so does who is beside them."""
+    pages = 64 // 16 + 2  # one whole context, the null page and one to spare
+    room = pages * 16 * llm.engine.kv_plan.bytes_per_token
+    several = replace(GREEDY, n=4, temperature=1.0, seed=5, max_tokens=24)
+    params = [several, replace(GREEDY, max_tokens=24)]
+    want = llm.generate(["One", "Hello"], params)
+    flags: dict[str, Any] = {"max_model_len": 64, "block_size": 16, "max_num_seqs": 4}
+    with LLM(str(folder), kv_cache_memory_bytes=room, **flags) as small:
+        assert small.engine.kv_plan.tokens < 4 * 24
+        got = small.generate(["One", "Hello"], params)
+        assert small.engine.core.stats().preemptions > 0
+        with pytest.raises(RequestError, match=r"n: 5 \(works: at most 4: --max-num-seqs\)"):
+            small.generate("One", replace(several, n=5))
+    assert [one.outputs for one in got] == [one.outputs for one in want]
+
+
 def test_nothing_runs_unless_all_prompts_can(llm: LLM) -> None:
     before = llm.engine.core.stats().steps
     bad: list[tuple[Any, Any, dict[str, Any], str]] = [

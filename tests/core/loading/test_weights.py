@@ -464,13 +464,63 @@ def test_zero_scale_is_an_empty_block(fp8_folder: Path, edited_copy: EditedCopy)
 
 def test_learned_frequency_that_is_none(bf16_folder: Path, edited_copy: EditedCopy) -> None:
     def edit(tensors: dict[str, Tensor]) -> None:
-        tensors["rope_freqs"][3] = float("nan")
+        tensors["rope_freqs"][3] = 1000.0
 
     folder = edited_copy(bf16_folder, edit)
+    params = folder / "params.json"
+    params.write_text(params.read_text().replace('"multiplier"', '"log"'))
     with pytest.raises(
-        CheckpointError, match=r"safetensors: rope_freqs: learned frequency 3 of 32 gives nan"
+        CheckpointError, match=r"safetensors: rope_freqs: learned frequency 3 of 32 gives inf"
     ):
         load(folder)
+
+
+NOT_FINITE = [
+    ("bf16", "output.weight", (7, 3), float("inf"), "1 infinite values, the first in row 7"),
+    ("bf16", "tok_embeddings.weight", (5, 0), float("nan"), "1 NaN values, the first in row 5"),
+    ("bf16", "norm.weight", (3,), float("-inf"), "1 infinite values, the first in row 3"),
+    ("bf16", "layers.0.attention.wo.weight", (9, 9), float("nan"), "1 NaN values, .* row 9"),
+    ("bf16", "layers.1.gate.weight", (2, 1), float("nan"), "1 NaN values, .* row 2"),
+    ("bf16", "layers.3.attention.ssmax_scale", (1,), float("inf"), "1 infinite values, .* row 1"),
+    ("bf16", "layers.2.experts.1.w3.weight", (4,), float("inf"), r"\d+ infinite values, .* row 4"),
+    ("fp8", "layers.1.attention.wq.weight", (100, 1), float("nan"), "1 NaN values, .* row 100"),
+    ("fp8", "layers.2.experts.2.w2.weight", (6, 2), float("nan"), "1 NaN values, .* row 6"),
+    ("fp8", "layers.1.attention.wkv_b.weight", (8, 2), float("nan"), "1 NaN values, .* row 8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "place", "value", "says"), NOT_FINITE, ids=[one[1] for one in NOT_FINITE]
+)
+def test_a_value_that_is_not_finite_is_refused_with_its_tensor(
+    bf16_folder: Path,
+    fp8_folder: Path,
+    edited_copy: EditedCopy,
+    kind: str,
+    name: str,
+    place: tuple[int, ...],
+    value: float,
+    says: str,
+) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        if kind == "fp8":  # NaN is its one value that isn't finite
+            tensors[name].view(torch.uint8)[place] = 0x7F
+        else:
+            tensors[name][place] = value
+
+    folder = edited_copy(bf16_folder if kind == "bf16" else fp8_folder, edit)
+    with pytest.raises(CheckpointError, match=rf"safetensors: {name}: {says}.*all must be finite"):
+        load(folder)
+
+
+def test_large_values_are_values(bf16_folder: Path, edited_copy: EditedCopy) -> None:
+    """Though their sum is none."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors["norm.weight"].fill_(torch.finfo(tensors["norm.weight"].dtype).max)
+        tensors["output.weight"].fill_(torch.finfo(tensors["output.weight"].dtype).max)
+
+    assert load(edited_copy(bf16_folder, edit))
 
 
 def test_a_missing_scale_is_missed_before_anything_is_read(

@@ -62,7 +62,7 @@ def test_block_size_changes_nothing(make_rig, prompt, whole, block_size):
 def test_both_forms_of_attention_give_the_same(make_rig, prompt, whole, form):
     rig = make_rig(form=form)
     close(rig.logits(prompt(LENGTH)), whole)
-    close(rig.logits(prompt(LENGTH), 90, 1), whole)
+    close(rig.logits(prompt(LENGTH), 90, *[1] * 10, 50), whole)
 
 
 def test_a_mixed_step_equals_each_request_alone(rig, prompt, whole):
@@ -148,7 +148,7 @@ def test_what_is_not_selected_never_reaches_a_result(make_rig, prompt, whole, po
             for part in cache.parts:
                 part.fill_(poison)
     assert torch.equal(rig.logits(prompt(LENGTH)), whole)
-    close(rig.logits(prompt(LENGTH), 64, 1), whole)
+    close(rig.logits(prompt(LENGTH), 64, *[1] * 10, 76), whole)
 
 
 def test_a_second_prompt_sees_nothing_of_the_first(rig, make_rig, prompt):
@@ -198,7 +198,7 @@ def test_quantised_latents_stay_near_and_read_back_alike(make_rig, prompt, whole
     rig = make_rig(kv=kv)
     once = rig.logits(prompt(LENGTH))
     assert 1e-5 < relative(once, whole)[:16].median() < bound
-    again = rig.logits(prompt(LENGTH), 7, 1)
+    again = rig.logits(prompt(LENGTH), 7, *[1] * 9, LENGTH)
     assert 1e-5 < relative(again, whole)[:16].median() < bound
 
 
@@ -208,7 +208,7 @@ def test_quantised_index_keys_agree_between_layouts_and_steps(make_rig, prompt, 
     rig = make_rig(index=index)
     once = rig.logits(prompt(LENGTH))
     assert torch.equal(once, make_rig(index="planar_f32").logits(prompt(LENGTH)))
-    again = rig.logits(prompt(LENGTH), 70, 1)
+    again = rig.logits(prompt(LENGTH), 70, *[1] * 20, 60)
     assert (relative(again, once) > 1e-4).float().mean() < 0.1
 
 

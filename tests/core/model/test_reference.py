@@ -133,9 +133,22 @@ def ids(prompt):
     return [token % 128 for token in prompt(LENGTH)]
 
 
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """The checkpoint of a case, written once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = write(tmp_path_factory.mktemp("case") / "m", CASES[name])
+        return made[name]
+
+    return get
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_every_mixture(make_rig, tmp_path, ids, name):
-    folder = write(tmp_path / "m", CASES[name])
+def test_every_mixture(make_rig, folder_of, ids, name):
+    folder = folder_of(name)
     wanted = Reference(folder).logits(ids)
     rig = make_rig(folder=folder, tokens=64)
     check(rig.logits(ids), wanted)
@@ -198,10 +211,10 @@ STORED = {  # layout and per-tensor scale: the relative step of its latent, of i
 @pytest.mark.parametrize("model", ["all traits", "no rope dims", "no rope layers", "no indexer"])
 @pytest.mark.parametrize(("kv", "scale"), STORED)
 def test_what_a_cache_gives_back_is_what_attention_sees(
-    make_rig, tmp_path, ids, model, kv, scale, form
+    make_rig, folder_of, ids, model, kv, scale, form
 ):
     """Given the rows of the cache, the numbers are exact, however many steps wrote them."""
-    folder = write(tmp_path / "m", CASES[model])
+    folder = folder_of(model)
     rig = make_rig(folder=folder, kv=kv, tokens=64, form=form)
     caches = rig.runner.kv.latent
     if scale is not None:

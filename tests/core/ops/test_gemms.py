@@ -119,6 +119,7 @@ def check_quantize(x: Tensor) -> None:
         assert tuple(weight.parts) == ("data", "scale", "global_scale")[: len(wanted)]
         for part, want in zip(weight.parts.values(), wanted, strict=True):
             assert part.dtype == want.dtype
+            assert part.is_contiguous()
             assert torch.equal(part, want), format
     assert quantize(x, "fp8_tensor").parts["scale"].shape == ()
     assert quantize(x, "nvfp4").parts["global_scale"].shape == (rows,)

@@ -162,6 +162,11 @@ def test_experts(format: str, dtype: torch.dtype, rows: int) -> None:
     check_experts(ids, format, dtype)
 
 
+@pytest.mark.parametrize("format", ["fp32", "bf16"])
+def test_no_rows_at_all(format: str) -> None:
+    check_experts(torch.zeros(0, K, dtype=torch.int64), format)
+
+
 def no_weight() -> None:
     """Padded rows have ids in range and weight 0; so has a row whose router saw NaN."""
     ids = Draw(4).integers(0, E, 6, K)

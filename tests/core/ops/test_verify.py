@@ -235,7 +235,8 @@ def test_an_empty_residual_is_the_targets_own_law(monkeypatch: pytest.MonkeyPatc
     """Rounding may reject a draft though the laws are equal: what was ruled out stays so."""
     logits, drafts, seeds, positions = case(2, 200)
     logits[:, :, 0] = -INF
-    monkeypatch.setattr(verify, "_accept", lambda scores, drafts, *more: drafts < 0)
+    none = torch.zeros(200, dtype=torch.int64)
+    monkeypatch.setattr(verify, "_accept", lambda *_: (none, torch.ones(200)))
     ids, counts = verify_draft(logits, drafts, logits[:, :-1], torch.ones(200), seeds, positions)
     assert counts.unique().tolist() == [1]
     assert torch.equal(ids[:, 0], sample(logits[:, 0], torch.ones(200), seeds, positions))

@@ -47,6 +47,47 @@ def test_one_object(ml4: Any) -> None:
     assert total == facts["capacity"]["pool_bytes"]
 
 
+@pytest.mark.parametrize(("form", "published"), [("fp8", 128), ("nvfp4", 76)])
+def test_a_rank_of_eight_holds_the_published_weights_by_part(
+    ml4: Any, form: str, published: int
+) -> None:
+    code, out, _ = ml4("-tp", "8", "--weights", form, "--json")
+    weights = json.loads(out)["weights"]
+    assert code == 0
+    assert weights["rank"] / 2**30 == pytest.approx(published, rel=0.04)
+    ranks = {one["part"]: one["rank"] for one in weights["parts"] if one["loaded"]}
+    assert sum(ranks.values()) == weights["rank"]
+    assert max(ranks, key=lambda part: ranks[part]) == "routed experts"
+    _, table, _ = ml4("-tp", "8", "--weights", form)
+    for part, size in ranks.items():
+        (line,) = [line for line in table.splitlines() if line.startswith(part)]
+        assert f" {size / 2**30:,.3f} " in line
+
+
+def test_eight_context_ranks_print_eight_times_the_tokens(ml4: Any) -> None:
+    """Of the memory behind the draft pool, which is as large on every rank."""
+
+    def plan(*words: str) -> Any:
+        flags = ("-tp", "8", "--memory", "280", "--reserve", "7", "--speculative-config", DRAFTS)
+        code, out, _ = ml4(*flags, *words, "--json")
+        assert code == 0
+        return json.loads(out)
+
+    one, eight = plan(), plan("-dcp", "8")
+    assert eight["capacity"]["tokens"] == 8 * one["capacity"]["tokens"]
+    sizes = [
+        {group["group"]: group["bytes"] for group in facts["kv"]["groups"]}
+        for facts in (one, eight)
+    ]
+    assert sizes[0] == sizes[1], "a rank's pools are as large, the draft's too"
+    shared = {group["group"]: group["shared"] for group in eight["kv"]["groups"]}
+    assert shared == {"latent": "over DCP", "index": "over DCP", "draft": "on every rank"}
+    # Without drafts, what they took is shared out as well.
+    code, out, _ = ml4("-tp", "8", "-dcp", "8", "--memory", "280", "--reserve", "7", "--json")
+    assert code == 0
+    assert json.loads(out)["capacity"]["tokens"] > eight["capacity"]["tokens"]
+
+
 def test_a_plan_that_does_not_fit_ends_so_and_its_advice_works(ml4: Any) -> None:
     base = ("-tp", "8", "--memory", "139.8", "--weights", "fp8")
     code, out, err = ml4(*base, "--json")
@@ -61,6 +102,16 @@ def test_a_plan_that_does_not_fit_ends_so_and_its_advice_works(ml4: Any) -> None
             if flag in words and short in rest:
                 del rest[rest.index(short) : rest.index(short) + 2]
         assert ml4(*rest, *words)[0] == 0, one
+
+
+@pytest.mark.parametrize("device", [(), ("--memory", "280")])
+def test_caches_that_hold_no_request_do_not_fit(ml4: Any, device: tuple[str, ...]) -> None:
+    """B106: whether or not the device is known."""
+    code, out, err = ml4("-tp", "8", "--kv-cache-memory-bytes", "100", *device, "--json")
+    assert code == 1
+    assert "one request of 1,048,576 tokens need caches of 46.03 GiB" in err
+    (works,) = [one for one in json.loads(out)["works"] if one["flag"].startswith("--kv-cache-mem")]
+    assert ml4("-tp", "8", works["flag"], works["value"], *device)[0] == 0
 
 
 def test_a_checkpoint_is_read_by_its_headers(ml4: Any, tmp_path: Path) -> None:
@@ -93,6 +144,8 @@ def test_a_params_file_alone_is_planned_in_a_form(ml4: Any, tmp_path: Path) -> N
         (("--memory", "80", "--device", "h200"), "--memory: 80 contradicts --device h200"),
         (("--device", "abacus"), "--device: 'abacus' is not known; works: b200"),
         (("--memory", "0"), "--memory: 0 is out of range; works: GiB, above 0"),
+        (("--memory", "1e-12"), "--memory: 1e-12 is out of range; works: GiB, above 0"),
+        (("--max-model-len", "4096", "--context", "5000"), "--context: 5000 is above the longest"),
         (("--memory", "nan"), "--memory: nan is out of range"),
         (("--reserve", "-1"), "--reserve: -1 is out of range; works: GiB, 0 or above"),
         (("--weights", "int8"), "--weights"),

@@ -62,9 +62,22 @@ def test_layouts_that_only_change_the_order_of_bytes_change_no_size() -> None:
         (1 << 20, 0, 33),
     ],
 )
-def test_a_draft_window_is_bounded(tokens: int, rows: int, wanted: int) -> None:
-    assert draft().pages(tokens, PAGE, step_rows=rows) == wanted
-    assert draft().pages(tokens, PAGE, ranks=8, step_rows=rows) == wanted, "replicated under DCP"
+def test_a_window_is_bounded(tokens: int, rows: int, wanted: int) -> None:
+    window = replace(draft(), ahead=0)
+    assert window.pages(tokens, PAGE, step_rows=rows) == wanted
+    assert window.pages(tokens, PAGE, ranks=8, step_rows=rows) == wanted, "replicated under DCP"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted"), [(1, 1), (61, 1), (62, 2), (2045, 32), (2046, 33), (1 << 20, 34)]
+)
+def test_a_draft_window_has_room_for_a_block_and_no_more_for_a_long_chunk(
+    tokens: int, wanted: int
+) -> None:
+    """ceil((2047 + 3 + 2 * 4) / 64) = 33, and one for where the window begins."""
+    for rows in (0, 7, 8192):
+        assert draft().pages(tokens, PAGE, step_rows=rows) == wanted
+    assert kv.draft_step_rows(3) == 11
 
 
 def test_a_sharded_page_stands_for_tokens_of_every_rank() -> None:

@@ -102,7 +102,7 @@ def test_no_images_no_encoder() -> None:
             267,
             "fp8",
             {"tensor_parallel_size": 8, "kv_cache_memory_bytes": 10 * GIB},
-            "10.00 GiB are left",
+            "there are 10.00 GiB",
         ),
         (
             150,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ml4core.planning.formats import held_bytes, stored_bytes
-from ml4core.planning.model import VARIANTS, published_model
+from ml4core.planning.model import published_model
 from ml4core.planning.parts import PARTS
 from ml4core.planning.ranks import Ranks
+from ml4core.planning.variants import VARIANTS
 from ml4core.planning.weights import PartBytes, kept, rank_shape
 
 GIB = 2**30

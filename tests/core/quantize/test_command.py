@@ -7,13 +7,15 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
 
 from ml4core.cli import main, output
+from ml4core.formats import mxfp4
 from ml4core.models.checkpoint_writer import CheckpointWriter
+from ml4core.models.quantize_options import MXFP4Rule
 
 
 class Done(NamedTuple):
@@ -30,6 +32,10 @@ def ml4(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
         return Done(code, *capsys.readouterr())
 
     return run
+
+
+def test_every_scale_rule_has_a_word() -> None:
+    assert sorted(get_args(MXFP4Rule)) == sorted(mxfp4.RULES)
 
 
 def test_help(ml4: Any) -> None:

@@ -228,7 +228,7 @@ def test_forms_that_are_not_read_are_copied_where_they_stay(
     ("options", "words"),
     [
         ({"to": "int8"}, "to 'int8'; known are bf16, fp8_block, nvfp4, mxfp4"),
-        ({"to": "mxfp4", "mxfp4_rule": "up"}, "mxfp4_rule 'up'; known are floor"),
+        ({"to": "mxfp4", "mxfp4_rule": "up"}, "mxfp4_rule 'up'; known are even"),
         ({"to": "nvfp4", "nvfp4_form": "ct"}, "nvfp4_form 'ct'; known are compressed-tensors"),
         ({"to": "bf16", "rest": "fp8_block"}, "leaves no rest"),
         ({"to": "mxfp4", "parts": "some"}, "parts 'some'"),

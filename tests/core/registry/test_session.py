@@ -13,10 +13,12 @@ import torch
 
 from ml4core.api import (
     Accepted,
+    Capabilities,
     Deployment,
     Device,
     Fault,
     KVCache,
+    LayerSpec,
     Refusal,
     Refused,
     Rejected,
@@ -33,6 +35,7 @@ DEVICE = Device("real", "a chip", "arch1", "cpu")
 RECORD = PluginRecord("mine", "my-dist", "1.0", "my_module")
 NONE = Segment(0, 0, 0)
 SHAPE = StepShape(Segment(1, 1, 1), NONE, NONE, (("latent", 1),), 1)
+WHY = Refusal("mine", "rows", "few")
 LAYOUT = latent_layout("bf16", 512, 64)
 
 
@@ -41,6 +44,11 @@ def raising(error: BaseException) -> Any:
         raise error
 
     return call
+
+
+def offering(candidates: Any, stage: str = "ffn") -> Any:
+    """The ``providers`` of a session that serves one stage."""
+    return lambda asked, *_: candidates if asked == stage else ()
 
 
 def cache(blocks: int, block_size: int, dtype: torch.dtype = torch.bfloat16) -> KVCache:
@@ -72,7 +80,11 @@ class Session:
 
 def opened(session: Any = None, device: Device = DEVICE, **changes: Any) -> Any:
     made = Session(**changes) if session is None else session
-    backend: Any = SimpleNamespace(name="mine", open=made if callable(made) else lambda _: made)
+    backend: Any = SimpleNamespace(
+        name="mine",
+        open=made if callable(made) else lambda _: made,
+        capabilities=lambda _: Capabilities(frozenset({"stage:ffn"})),
+    )
     plugin = LoadedPlugin(RECORD, backend, pluggy.PluginManager("ml4core"))
     return open_session(plugin, Deployment(SPEC, device))
 
@@ -86,7 +98,7 @@ def told(error: pytest.ExceptionInfo[Refused]) -> str:
 
 def test_an_honest_session_is_what_the_plugin_gave() -> None:
     offer = [Accepted("fast", len), Rejected("slow", (Refusal("mine", "rows", "few"),))]
-    made = Session(ops={"topk": len}, providers=lambda *_: offer, fault=lambda: Fault("ecc", "", 1))
+    made = Session(ops={"topk": len}, providers=offering(offer), fault=lambda: Fault("ecc", "", 1))
     session = opened(made)
     assert session.ops == {"topk": len}
     assert session.providers("ffn", SPEC.layers[0], SHAPE) == offer
@@ -158,16 +170,56 @@ def test_a_device_that_torch_does_not_know_is_refused() -> None:
     ],
 )
 def test_malformed_candidates_are_refused(candidates: Any, message: str) -> None:
-    session = opened(providers=lambda *_: candidates)
+    session = opened(providers=offering(candidates))
     with pytest.raises(Refused) as refused:
         session.providers("ffn", SPEC.layers[0], SHAPE)
     assert f"providers of stage ffn: my-dist 1.0 {message}" in told(refused)
 
 
+@pytest.mark.parametrize(
+    "serves",
+    [lambda layer, shape: layer.dense_width is not None, lambda layer, shape: shape.rows > 1],
+)
+def test_a_stage_that_is_offered_but_not_declared_is_refused_at_open(serves: Any) -> None:
+    closed: list[bool] = []
+
+    def providers(stage: str, layer: LayerSpec, shape: StepShape) -> Any:
+        offer = Accepted("fast", len) if serves(layer, shape) else Rejected("fast", (WHY,))
+        return (offer,) if stage in ("ffn", "attention") else ()
+
+    with pytest.raises(Refused) as refused:
+        opened(providers=providers, close=lambda: closed.append(True))
+    assert "stage:attention: my-dist 1.0 offers it by 'fast' and does not declare it" in (
+        told(refused)
+    )
+    assert refused.value.refusals[0].remedy == "declare it as a capability"
+    assert closed == [True]
+
+
+def test_a_stage_that_is_not_declared_is_refused_whenever_it_is_offered() -> None:
+    """Layers and shapes may come that were not asked about at open; so may the whole model's."""
+    late = Session()
+    session = opened(late)
+    late.providers = offering([Accepted("fast", len)], "vision_encoder")
+    with pytest.raises(Refused, match=r"stage:vision_encoder: my-dist 1\.0 offers it by 'fast'"):
+        session.providers("vision_encoder", None, SHAPE)
+    late.providers = offering([Rejected("fast", (WHY,))], "select")  # a reason is no offer
+    assert session.providers("select", SPEC.layers[0], SHAPE) == [Rejected("fast", (WHY,))]
+
+
+def test_capabilities_that_are_none_are_refused() -> None:
+    backend: Any = SimpleNamespace(name="mine", open=None, capabilities=lambda _: ["op:topk"])
+    plugin = LoadedPlugin(RECORD, backend, pluggy.PluginManager("ml4core"))
+    with pytest.raises(Refused, match=r"capabilities\(\): my-dist 1.0 returned \['op:topk'\], no"):
+        open_session(plugin, Deployment(SPEC, DEVICE))
+
+
 def test_each_call_that_raises_names_itself() -> None:
     dead = raising(RuntimeError("dead"))
     executor = SimpleNamespace(compile=dead, eager_break=len)
-    session = opened(providers=dead, prepare_weights=dead, alloc_kv=dead, executor=executor)
+    made = Session(prepare_weights=dead, alloc_kv=dead, executor=executor)
+    session = opened(made)
+    made.providers = dead
     for call, subject in (
         (lambda: session.providers("ffn", None, SHAPE), "providers of stage ffn"),
         (lambda: session.prepare_weights({}, SPEC.layers[1]), "prepare_weights of layer 1"),

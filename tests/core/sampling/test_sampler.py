@@ -85,7 +85,7 @@ def test_plain_rows_build_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> Any:
         raise AssertionError("no row asks for this")
 
-    for name in ("truncate", "token_logprobs"):
+    for name in ("truncate", "LogprobReport"):
         monkeypatch.setattr(sampler_module, name, never)
     op = Recorder()
     make = Sampler({"sample": op}, 20)

@@ -116,7 +116,8 @@ def test_without_text() -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.load(Path(str(resources.files("ml4core") / "assets" / "tekken_tiny.json")))
+    folder = resources.files("ml4core") / "assets" / "ml4-tiny"
+    return Tokenizer.load(Path(str(folder / "tekken.json")))
 
 
 @pytest.mark.parametrize("stop", ["é", "né", "ñ🙂", "🙂z"])

@@ -9,7 +9,7 @@ import pytest
 
 from ml4core.serving.tokenizer import Tokenizer
 
-TINY = Path(str(resources.files("ml4core") / "assets" / "tekken_tiny.json"))
+TINY = Path(str(resources.files("ml4core") / "assets" / "ml4-tiny" / "tekken.json"))
 
 
 @pytest.fixture(scope="session")

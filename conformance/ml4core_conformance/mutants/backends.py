@@ -1,0 +1,152 @@
+"""Mutants of what a backend says before it serves: reasons, probes, capabilities."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import entry_points
+
+import torch
+
+from ml4core.api import (
+    BACKENDS_GROUP,
+    Capabilities,
+    Deployment,
+    Device,
+    Probe,
+    Refusal,
+    Refused,
+    Session,
+)
+from ml4core_conformance.mutant import Mutant
+from ml4core_conformance.mutants.altered import Altered, Changed, nothing
+
+
+def mutants() -> list[Mutant]:
+    kinds: Sequence[tuple[str, str, type[Altered], tuple[str, ...]]] = (
+        (
+            "first-reason",
+            "A refusal tells its first reason only.",
+            FirstReason,
+            ("system.refusal",),
+        ),
+        ("rank-zero", "Only rank 0 refuses.", RankZero, ("system.refusal",)),
+        (
+            "refuses-late",
+            "A refusal comes after caches have been allocated.",
+            RefusesLate,
+            ("system.refusal",),
+        ),
+        (
+            "eager-import",
+            "Its vendor library is imported when it is found.",
+            EagerImport,
+            ("plugin.import_light",),
+        ),
+        (
+            "wordy-priority",
+            "Its priority is no integer.",
+            WordyPriority,
+            ("plugin.metadata",),
+        ),
+        (
+            "fickle-probe",
+            "A second probe finds another device.",
+            FickleProbe,
+            ("plugin.probe",),
+        ),
+        (
+            "fickle-words",
+            "Capabilities differ from call to call.",
+            FickleWords,
+            ("plugin.capabilities",),
+        ),
+        (
+            "nosy-probe",
+            "Its probe imports every plugin that is installed.",
+            NosyProbe,
+            ("system.isolation",),
+        ),
+        (
+            "claims-invariance",
+            "It declares the same bits in any batch, and sums in another order.",
+            ClaimsInvariance,
+            ("model.invariant",),
+        ),
+    )
+    return [Mutant(name, doc, Changed(nothing, kind), dies) for name, doc, kind, dies in kinds]
+
+
+class FirstReason(Altered):
+    def open(self, deployment: Deployment) -> Session:
+        try:
+            return self.honest.open(deployment)
+        except Refused as refused:
+            raise Refused(refused.refusals[:1]) from None
+
+
+class RankZero(Altered):
+    def open(self, deployment: Deployment) -> Session:
+        try:
+            return self.honest.open(deployment)
+        except Refused as refused:
+            if os.environ.get("RANK", "0") == "0":
+                raise
+            raise Refused([Refusal(self.name, "rank", "asks rank 0")]) from refused
+
+
+class RefusesLate(Altered):
+    def open(self, deployment: Deployment) -> Session:
+        torch.empty(1 << 20, device=deployment.device.torch_device)
+        return self.honest.open(deployment)
+
+
+class EagerImport(Altered):
+    @property
+    def priority(self) -> int:
+        import sys
+        from types import ModuleType
+
+        sys.modules.setdefault("aiter", ModuleType("aiter"))
+        return self._priority
+
+
+class WordyPriority(Altered):
+    @property
+    def priority(self) -> int:
+        return "high"  # type: ignore[return-value]
+
+
+class FickleProbe(Altered):
+    asked = 0
+
+    def probe(self) -> Probe:
+        self.asked += 1
+        found = self.honest.probe()
+        devices = [replace(one, name=f"{one.name} {self.asked}") for one in found.devices]
+        return Probe(tuple(devices), found.refusals)
+
+
+class FickleWords(Altered):
+    asked = 0
+
+    def capabilities(self, device: Device) -> Capabilities:
+        self.asked += 1
+        found = self.honest.capabilities(device)
+        if self.asked % 2:
+            return found
+        return replace(found, features=found.features - {min(found.features)})
+
+
+class NosyProbe(Altered):
+    def probe(self) -> Probe:
+        for entry in entry_points(group=BACKENDS_GROUP):
+            entry.load()
+        return self.honest.probe()
+
+
+class ClaimsInvariance(Altered):
+    def capabilities(self, device: Device) -> Capabilities:
+        found = self.honest.capabilities(device)
+        return replace(found, features=found.features | {"feature:batch_invariant"})

@@ -1,0 +1,1 @@
+"""The tiny model on a subject: what the checks of stages, models and systems run."""

@@ -1,0 +1,69 @@
+"""The worker's side of a run: a process that loads the backend once and judges unit after unit."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from ml4core_conformance.check import Check, Status
+from ml4core_conformance.judge import described, judge_unit
+from ml4core_conformance.results import CheckResult
+from ml4core_conformance.subject import Subject
+from ml4core_conformance.target import Target, Unloadable
+
+CLOSING_S = 60.0
+"""Seconds that closing a unit's sessions may take."""
+
+READY, RESULT, DONE = "ready", "result", "done"
+"""Words that a worker sends: once it can judge, with each result, and after each unit."""
+
+
+def work(target: Target, connection: Connection, log: str, threads: int) -> None:
+    """Judges the units that come as lists of check ids, until None comes.
+
+    Args:
+        log: file that takes what this process prints; emptied before each unit.
+        threads: of torch, at most.
+    """
+    os.setsid()  # a group of its own, so that all of it can be ended, and Ctrl-C is the parent's
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable(file=2)
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), threads)))
+    backend = target.load()
+    checks = {check.id: check for check in target.source()}
+    connection.send((READY, None))
+    while (ids := connection.recv()) is not None:
+        os.ftruncate(output, 0)
+        unit = [checks[id] for id in ids]
+        limits = [*(check.timeout_s for check in unit[1:]), CLOSING_S, CLOSING_S]
+        faulthandler.dump_traceback_later(unit[0].timeout_s, file=2)
+        results: Iterator[CheckResult] = (
+            _unloaded(backend, target.subject(backend), unit)
+            if isinstance(backend, Unloadable)
+            else judge_unit(target.subject(backend), unit)
+        )
+        for result, limit in zip(results, limits, strict=False):
+            connection.send((RESULT, result))
+            faulthandler.dump_traceback_later(limit, file=2)
+        faulthandler.cancel_dump_traceback_later()
+        connection.send((DONE, None))
+
+
+def _unloaded(
+    backend: Unloadable, subject: Subject, unit: Sequence[Check]
+) -> Iterator[CheckResult]:
+    """Only what judges the plugin itself makes sense."""
+    refused: Any = backend.refused
+    for check in unit:
+        if check.profile == "plugin":
+            yield from judge_unit(subject, [check])
+        else:
+            reason = f"the plugin can't be loaded: {described(refused)}"
+            yield CheckResult.of(check, Status.ERROR, reason, raised=type(refused).__name__)

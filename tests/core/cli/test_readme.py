@@ -30,10 +30,11 @@ def test_its_commands_exist() -> None:
     for line in lines:
         words = shlex.split(re.split(r" {2,}", line)[0], comments=True)[1:]
         command: Any = typer.main.get_command(build_app())
-        while words and words[0] in getattr(command, "commands", {}):
-            command = command.commands[words.pop(0)]
+        while words and hasattr(command, "resolve_command"):  # also into other distributions
+            with typer.Context(command) as context:
+                _, command, words = command.resolve_command(context, words)
         known = {name for param in command.params for name in param.opts}
-        assert not getattr(command, "commands", None), line
+        assert not hasattr(command, "resolve_command"), line
         assert {word for word in words if word.startswith("-")} <= known, line
 
 

@@ -11,7 +11,7 @@ class Fault:
     refused.
 
     Attributes:
-        code: a short stable word, e.g. ``"nan"``, ``"timeout"``, ``"device"``.
+        code: a short stable word, e.g. ``"nan"``, ``"timeout"``, ``"device"``, ``"contract"``.
         message: what happened, for a person.
         step: the step counter at which it was seen.
         rank: the rank that saw it first.

@@ -10,6 +10,7 @@ import torch
 
 from ml4core import registry
 from ml4core.api import Fault, FaultError, StepBuckets
+from ml4core.compose.contract import ContractError
 from ml4core.engine.batch import BatchState, in_row_order
 from ml4core.engine.emission import ENDS, sequence_output, take
 from ml4core.engine.errors import RequestError
@@ -167,7 +168,8 @@ class EngineCore:
         except FaultError as error:
             outputs = self._stop(error.fault, error.__cause__)
         except (Exception, SystemExit) as error:  # what the device has done is unknown
-            fault = Fault("exception", registry.describe(error), self._steps)
+            code = "contract" if isinstance(error, ContractError) else "exception"
+            fault = Fault(code, registry.describe(error), self._steps)
             outputs = self._stop(fault, error)
         ended, self._ended = self._ended, []
         return ended + outputs

@@ -120,10 +120,8 @@ class KVManager:
                 return False
         return True
 
-    def allocate(
-        self, request: Request, rows: int, hit: Hit = NO_HIT, *, lookahead: int = 0
-    ) -> bool:
-        """Room for the next ``rows`` rows, and ``lookahead`` tokens beyond. False, and nothing
+    def allocate(self, request: Request, rows: int, hit: Hit = NO_HIT) -> bool:
+        """Room for the next ``rows`` rows, and what a group holds ahead of them. False, and nothing
         taken, if a group has too few pages.
 
         ``hit`` is for a request without pages: what ``find_hit`` just gave.
@@ -142,7 +140,7 @@ class KVManager:
                 found = [NULL_PAGE] * gone + found[gone:]
             reused[group.name] = found
             held = len(request.pages.get(group.name, ())) or len(found)
-            blocks = -(-(start + rows + max(lookahead, group.ahead)) // size)
+            blocks = -(-(start + rows + group.ahead) // size)
             skipped = max(0, min(passed.get(group.name, 0), blocks) - held) if group.ahead else 0
             needs[group.name] = skipped, max(0, blocks - held - skipped)
             free = self.pools[group.name].free_pages - self._revived(group, found)

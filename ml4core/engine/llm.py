@@ -220,7 +220,8 @@ def open_engine(
     ]
     config = resolving.speculation(args, spec)
     if config is not None and spec.draft is not None:
-        refusals += draft_refusals(config, spec.draft, choice.capabilities)
+        rows = deployment.max_num_batched_tokens
+        refusals += draft_refusals(config, spec.draft, choice.capabilities, rows)
     registry.check(deployment, choice.capabilities, choice.manager, refusals)
     session = registry.open_session(choice.plugin, deployment)
     try:
@@ -283,7 +284,7 @@ def open_core(
         proposer = ModelProposer(runner, draft.depth)
         speculation = Speculation(proposer, runner.judge, drafts, vocab_size)
     return EngineCore(
-        ModelSteps(runner, Sampler(runner.ops, vocab_size), speculation),
+        ModelSteps(runner, Sampler(runner.ops, vocab_size, runner.backend), speculation),
         kv,
         config,
         vocab_size=vocab_size,

@@ -94,6 +94,13 @@ class Request:
         """Prompt, then output."""
         return self.prompt_ids + self.output_ids
 
+    @property
+    def reports(self) -> bool:
+        """Whether prompt logprobs are wanted that are not known yet."""
+        if self.params.prompt_logprobs is None or self.index:
+            return False
+        return len(self.prompt_logprobs) < len(self.prompt_ids) - 1
+
     def append(self, token: int) -> None:
         self.output_ids.append(token)
         self.num_tokens += 1

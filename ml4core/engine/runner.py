@@ -56,6 +56,7 @@ class ModelRunner:
     ) -> None:
         ops, self._op_choices = bind_ops(session, capabilities, backend)
         self.session = session
+        self.backend = backend
         self.spec = deployment.model
         self.vocab_size = deployment.model.vocab_size
         self.ops = ops

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ml4core.api import Sampling, Verifier
 from ml4core.compose.context import Ops
+from ml4core.compose.contract import ContractError
 from ml4core.engine.logits_processors import LogitsProcessors
 from ml4core.engine.logprobs import LogprobReport
 from ml4core.engine.sampler_draws import Draws
@@ -30,8 +31,10 @@ class Sampler:
     device: how far it has to look depends on the logits.
     """
 
-    def __init__(self, ops: Ops, vocab_size: int) -> None:
+    def __init__(self, ops: Ops, vocab_size: int, backend: str = "") -> None:
+        """``backend``: whose ops they are. ``origin`` then begins messages about its results."""
         self._draw = ops["sample"]
+        self.origin = f"backend {backend!r}, " if backend else ""
         self._vocab = vocab_size
         self._edit = LogitsProcessors(vocab_size)
 
@@ -54,8 +57,10 @@ class Sampler:
         report = None
         if asked:
             counts = [rows[i].params.logprobs or 0 for i in asked]
-            report = LogprobReport(_pick(logits, asked), _pick(ids, asked), counts)
-        return Draws(ids.unsqueeze(-1), self._vocab, None, asked, report)
+            own = _pick(ids.clamp(0, self._vocab - 1), asked)  # the host refuses what is none
+            report = LogprobReport(_pick(logits, asked), own, counts)
+        source = self.origin + "op 'sample'"
+        return Draws(ids.unsqueeze(-1), self._vocab, None, asked, report, source=source)
 
     @torch.inference_mode()
     def verify(
@@ -65,9 +70,11 @@ class Sampler:
         judge: Verifier,
         draft_ids: Tensor,
         draft_logits: Tensor | None,
+        most: Sequence[int] | None = None,
     ) -> Draws:
         """Judges a window of drafts a row: logits [R Q, vocab] of its rows, draft_ids [R, Q-1], -1
-        where there is none, and draft_logits as ``Verifier`` has them.
+        where there is none, and draft_logits as ``Verifier`` has them. ``most``: of each row its
+        drafts and one, None: Q.
 
         Each row of a window counts the drafts before it as its sequence's tokens.
         """
@@ -83,8 +90,9 @@ class Sampler:
         sampling = self._sampling(rows, newest, logits.device)
         ids, counts = judge(self._cut(edited, whole), sampling, draft_ids, draft_logits)
         found = (tuple(ids.shape), ids.dtype, tuple(counts.shape), counts.dtype)
+        source = self.origin + "stage 'verify_and_sample'"
         if found != (wanted := ((len(rows), width), torch.int64, (len(rows),), torch.int64)):
-            raise ValueError(f"verify_and_sample returned {found}; wanted: {wanted}")
+            raise ContractError(f"{source} returned {found}; wanted: {wanted}")
         asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         report = None
         if asked:
@@ -92,7 +100,7 @@ class Sampler:
             top = [rows[i].params.logprobs or 0 for i in asked for _ in range(width)]
             own = _pick(ids.clamp(0, self._vocab - 1).flatten(), at)  # -1 behind what is emitted
             report = LogprobReport(_pick(logits, at), own, top)
-        return Draws(ids, self._vocab, counts, asked, report)
+        return Draws(ids, self._vocab, counts, asked, report, source=source, most=most)
 
     @torch.inference_mode()
     def report(self, logits: Tensor, next_ids: Sequence[int], k: int) -> LogprobReport:
@@ -140,7 +148,9 @@ class Sampler:
         ids: Tensor = self._draw(self._cut(logits, rows), *sampling)
         found, wanted = (tuple(ids.shape), ids.dtype), ((len(rows),), torch.int64)
         if found != wanted:
-            raise ValueError(f"op sample returned shape and dtype {found}; wanted: {wanted}")
+            raise ContractError(
+                f"{self.origin}op 'sample' returned shape and dtype {found}; wanted: {wanted}"
+            )
         return ids
 
     def _cut(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:

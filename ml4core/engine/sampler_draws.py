@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ml4core.compose.contract import ContractError
 from ml4core.engine.logprobs import LogprobReport
 from ml4core.engine.sampler_io import SampledToken
 
@@ -27,13 +28,23 @@ class Draws:
         counts: Tensor | None = None,
         asked: Sequence[int] = (),
         report: LogprobReport | None = None,
+        *,
+        source: str = "op 'sample'",
+        most: Sequence[int] | None = None,
     ) -> None:
-        """``report``: of every one of the Q rows of each of the requests in ``asked``."""
+        """
+        Args:
+            report: of every one of the Q rows of each of the requests in ``asked``.
+            source: who drew, for messages.
+            most: of each request the tokens that it may emit: its drafts and one; None: Q.
+        """
         self.ids = ids
         self.counts = counts
         self._vocab = vocab_size
         self._asked = asked
         self._report = report
+        self._source = source
+        self._most = most
         self.tensors = [ids]
         if counts is not None:
             self.tensors.append(counts)
@@ -43,7 +54,7 @@ class Draws:
     def tokens(self, tensors: Sequence[Tensor]) -> list[list[SampledToken]]:
         """Of each request its tokens, from ``tensors`` on the host.
 
-        Raises ``ValueError`` for ids or counts that can't be: they are a backend's.
+        Raises ``ContractError`` for ids or counts that can't be: they are a backend's.
         """
         several = self.counts is not None
         self._check(tensors[0], tensors[1] if several else None)
@@ -64,14 +75,22 @@ class Draws:
         return found
 
     def _check(self, ids: Tensor, counts: Tensor | None) -> None:
-        what, width = "op sample", ids.shape[1]
         if counts is not None:
-            what = "stage verify_and_sample"
-            if not bool(((counts >= 1) & (counts <= width)).all()):
-                raise ValueError(
-                    f"{what} emitted {counts.tolist()} tokens; each may be 1 to {width}"
+            width = ids.shape[1]
+            most = counts.new_tensor(self._most or [width] * len(counts))
+            bad = ((counts < 1) | (counts > most)).nonzero().flatten().tolist()
+            if bad:
+                found, limit = int(counts[bad[0]]), int(most[bad[0]])
+                raise ContractError(
+                    f"{self._source} emitted {found} tokens for a window with {limit - 1} drafts; "
+                    f"it may be 1 to {limit}"
                 )
             ids = ids[torch.arange(width) < counts.unsqueeze(-1)]
-        bad = ids[(ids < 0) | (ids >= self._vocab)]
-        if bad.numel():
-            raise ValueError(f"{what} drew {bad[0].item()}; ids are 0 to {self._vocab - 1}")
+        check_drawn(self._source, ids, self._vocab)
+
+
+def check_drawn(source: str, ids: Tensor, vocab_size: int) -> None:
+    """Raises ``ContractError``, which names the ``source``, for an id that is none."""
+    bad = ids[(ids < 0) | (ids >= vocab_size)]
+    if bad.numel():
+        raise ContractError(f"{source} drew {bad[0].item()}; ids are 0 to {vocab_size - 1}")

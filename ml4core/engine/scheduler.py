@@ -20,8 +20,9 @@ class SchedulerConfig:
         long_prefill_token_threshold: rows of one request at most; 0 for no such limit.
         reserve_full: admit a request only if all of its tokens would fit now, not its first chunk
             alone: else requests admitted together preempt each other half way.
-        lookahead: tokens beyond a step's rows that need room.
         drafts: drafts of a request and step at most; 0 without a drafter.
+        max_report_rows: rows of a step at most for prompts whose logprobs are wanted. Each takes
+            logits of the whole vocabulary, and a long chunk's would not fit a device's memory.
     """
 
     max_num_seqs: int
@@ -29,8 +30,8 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = "fcfs"
     long_prefill_token_threshold: int = 0
     reserve_full: bool = True
-    lookahead: int = 0
     drafts: int = 0
+    max_report_rows: int = 512
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -84,12 +85,14 @@ class Schedule:
         preempted: lost their pages; they wait again.
         admitted: began or resumed.
         grown: running before, and their page tables changed.
+        report_rows: what is left of ``max_report_rows``.
     """
 
     work: list[Work] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
+    report_rows: int = 0
 
 
 class Scheduler:
@@ -122,7 +125,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """The next step. Its ``work`` is empty if no request can take a row."""
-        step = Schedule()
+        step = Schedule(report_rows=self.config.max_report_rows)
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
         if not step.preempted:  # what was preempted would be admitted again at once
             self._admit(step, budget)
@@ -172,14 +175,15 @@ class Scheduler:
 
     def _schedule_running(self, step: Schedule, budget: int) -> int:
         most = self.config.long_prefill_token_threshold or budget
-        ahead = self.config.lookahead
         work = step.work
+        behind = len(self.running)
         for request in tuple(self.running):
+            behind -= 1
             if budget < 1:
                 break
             start = request.num_computed
             total = request.num_tokens + request.num_placeholders
-            rows = min(total - start, most, budget)
+            rows = self._rows(step, request, min(total - start, most, budget))
             if rows < 1 or total >= request.limit:  # the token that ends it is in flight
                 continue
             if request.status is not Status.RUNNING:  # preempted for one before it
@@ -188,8 +192,9 @@ class Scheduler:
             if self.config.drafts and total - start == 1:
                 if request.num_placeholders > 1 and request.limit - total <= self.config.drafts:
                     continue  # how many drafts there is room for, the step in flight will tell
-                window, rows = self._window(request, total, budget)
-            if start + rows + ahead > request.capacity:
+                # Drafts leave a row for each request behind, which would else wait for this one.
+                window, rows = self._window(request, total, budget - behind)
+            if start + rows > request.capacity:
                 gone = len(step.preempted)
                 if not self._make_room(step, request, rows):
                     continue
@@ -198,8 +203,15 @@ class Scheduler:
                 step.grown.append(request)
             end = start + rows
             work.append(Work(request, start, end, end >= total, request.epoch, window))
+            step.report_rows -= rows if request.reports else 0
             budget -= window or rows
         return budget
+
+    def _rows(self, step: Schedule, request: Request, rows: int) -> int:
+        """What of ``rows`` rows the step has logits for, where a prompt is reported on."""
+        if request.reports:
+            rows = min(rows, step.report_rows)
+        return rows
 
     def _window(self, request: Request, total: int, budget: int) -> tuple[int, int]:
         """Rows of the plan and of the request for a decode: a window, or (0, 1) where there are no
@@ -213,8 +225,7 @@ class Scheduler:
 
     def _make_room(self, step: Schedule, request: Request, rows: int) -> bool:
         """Preempts others until the request's rows fit; False if it had to go itself."""
-        lookahead = self._lookahead(request, request.num_computed + rows)
-        while not self.kv.allocate(request, rows, lookahead=lookahead):
+        while not self.kv.allocate(request, rows):
             victim = (
                 max(self.running, key=rank)
                 if self.config.policy == "priority"
@@ -242,14 +253,15 @@ class Scheduler:
         while len(self.waiting) and budget > 0 and len(self.running) < config.max_num_seqs:
             request = self.waiting.first()
             hit = self.kv.find_hit(request)
-            rows = min(request.num_tokens - hit.tokens, most, budget)
+            rows = self._rows(step, request, min(request.num_tokens - hit.tokens, most, budget))
+            if rows < 1:
+                return
             if config.reserve_full:
                 # And one token more, or it could be preempted before it has drawn another.
-                tokens = min(request.num_tokens + 1 + config.lookahead, request.limit - 1)
+                tokens = min(request.num_tokens + 1, request.limit - 1)
                 if not self.kv.fits(request, tokens, hit, owed):
                     return
-            lookahead = self._lookahead(request, hit.tokens + rows)
-            if not self.kv.allocate(request, rows, hit, lookahead=lookahead):
+            if not self.kv.allocate(request, rows, hit):
                 return
             self.waiting.remove(request)
             self.running.append(request)
@@ -264,11 +276,8 @@ class Scheduler:
             end = hit.tokens + rows
             draws = end == request.num_tokens
             step.work.append(Work(request, hit.tokens, end, draws, request.epoch))
+            step.report_rows -= rows if request.reports else 0
             budget -= rows
-
-    def _lookahead(self, request: Request, end: int) -> int:
-        """No token from the limit on will ever need a key."""
-        return max(0, min(self.config.lookahead, request.limit - 1 - end))
 
     def _release(self, request: Request, status: Status) -> None:
         self.kv.free(request)

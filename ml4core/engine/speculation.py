@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ml4core.api import DraftOutput, Sampling, StepOutput, StepPlan, StepShape, Verifier
+from ml4core.compose.contract import ContractError
 from ml4core.engine.feeding import Made
 from ml4core.engine.sampler import Sampler
 from ml4core.engine.sampler_draws import Draws
@@ -95,8 +96,9 @@ class Speculation:
             own, at = found[-1], windows.start
             assert own.counts is not None
             ids = torch.cat((ids[:at], own.ids, ids[at:]))
-            counts = torch.cat((counts[:at], own.counts, counts[at:]))
-        drafts = self._draft(step, output, ids, counts)
+            # A count that can't be must not reach beyond the ids: the host will refuse it.
+            counts = torch.cat((counts[:at], own.counts.clamp(1, width), counts[at:]))
+        drafts = self._draft(step, output, ids, counts, sampler.origin)
         return Made(ids, counts, drafts), found
 
     def _verify(self, step: StepInput, output: StepOutput, sampler: Sampler) -> Draws:
@@ -113,10 +115,12 @@ class Speculation:
         judge = self._judge(plan.shape)
         if self._config.block:
             judge = partial(judge, block=True)
-        own = [step.rows[i] for i in windows]
-        return sampler.verify(logits, own, judge, draft_ids, draft_logits)
+        own, most = [step.rows[i] for i in windows], [step.most[i] for i in windows]
+        return sampler.verify(logits, own, judge, draft_ids, draft_logits, most)
 
-    def _draft(self, step: StepInput, output: StepOutput, ids: Tensor, counts: Tensor) -> Tensor:
+    def _draft(
+        self, step: StepInput, output: StepOutput, ids: Tensor, counts: Tensor, origin: str
+    ) -> Tensor:
         """Drafts [D, N] for the places behind what each draw emitted. Stores the step's rows."""
         plan, device = step.plan, ids.device
         rows = {r: row for r, row in zip(step.requests, step.rows, strict=True)}
@@ -152,9 +156,18 @@ class Speculation:
             rows,
         )
         proposed = self._proposer.propose(drafting)
+        self._check(proposed, total, origin)
         if self._config.drawn:
             self._keep(step.slots, proposed.logits[at, : self._depth])
         return proposed.ids[at, : self._depth]
+
+    def _check(self, proposed: DraftOutput, requests: int, origin: str) -> None:
+        """Raises ``ContractError`` for drafts of another shape or dtype than they must have."""
+        count = max((self._depth, *proposed.ids.shape[1:2]))  # more of them are dropped
+        found = tuple((one.dtype, tuple(one.shape)) for one in proposed)
+        ids, logits = (requests, count), (requests, count, self._vocab)
+        if found != (wanted := ((torch.int64, ids), (torch.float32, logits))):
+            raise ContractError(f"{origin}stage 'draft_block' returned {found}; wanted: {wanted}")
 
     def _sampling(self, rows: Mapping[int, SamplerRow], total: int, positions: Tensor) -> Sampling:
         heat, seeds = [0.0] * total, [0] * total

@@ -82,20 +82,23 @@ def speculative_config(
 
 
 def refusals(
-    config: SpeculativeConfig, draft: DraftSpec, capabilities: Capabilities
+    config: SpeculativeConfig,
+    draft: DraftSpec,
+    capabilities: Capabilities,
+    max_num_batched_tokens: int,
 ) -> list[Refusal]:
-    """What the drafter or the backend can't do."""
+    """What the drafter or the backend can't do, and drafts that no step would have rows for."""
     found, depth = [], config.num_speculative_tokens
     subject = f"{FLAG} num_speculative_tokens {depth}"
     if depth > draft.depth:
         reason = f"the checkpoint's drafter makes {draft.depth} drafts"
         found.append(Refusal("core", subject, reason, f"1 to {draft.depth}"))
-    most = capabilities.limits.get("max_verify_rows")
-    if most is not None and config.window > most:
-        reason = (
-            f"a verify window takes {config.window} rows, and the backend declares "
-            f"max_verify_rows {most}"
-        )
-        works = f"1 to {most - 1}" if most > 1 else "leave it out"
-        found.append(Refusal("core", subject, reason, works))
+    for most, told in (
+        (capabilities.limits.get("max_verify_rows"), "the backend declares max_verify_rows"),
+        (max_num_batched_tokens, "a step has at most --max-num-batched-tokens"),
+    ):
+        if most is not None and config.window > most:
+            reason = f"a verify window takes {config.window} rows, and {told} {most}"
+            works = f"1 to {most - 1}" if most > 1 else f"leave {FLAG} out"
+            found.append(Refusal("core", subject, reason, works))
     return found

@@ -93,6 +93,7 @@ def assemble(
         requests,
         first_rows,
         [item.request.slot for item in work if item.draws],
+        [most for _, most in draws.values()],
     )
     return Assembled(step, draws, [work[place] for place, _ in reports], prompt_tokens)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ from ml4core.engine.feeding import Feed, Made, feed_plan
 from ml4core.engine.logprobs import LogprobReport
 from ml4core.engine.runner import ModelRunner
 from ml4core.engine.sampler import Sampler
-from ml4core.engine.sampler_draws import Draws
+from ml4core.engine.sampler_draws import Draws, check_drawn
 from ml4core.engine.sampler_io import SampledToken, SamplerRow
 from ml4core.engine.speculation import Speculation
 from ml4core.engine.transfers import HostCopy, ints
@@ -43,6 +43,7 @@ class StepInput:
         requests: the plan's request of each draw.
         first_rows: the plan's row of each draw's first logit row.
         slots: of each draw, a number that its request keeps from step to step.
+        most: of each draw, tokens that it may emit.
     """
 
     plan: StepPlan
@@ -56,6 +57,7 @@ class StepInput:
     requests: list[int] = field(default_factory=list)
     first_rows: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)
 
 
 class StepResult(NamedTuple):
@@ -110,6 +112,7 @@ class ModelSteps:
             assert isinstance(step.before, _ModelStep)
             made = step.before.settle()
             feed_plan(step.plan, step.feed, made, self._runner.block_size, self._runner.vocab_size)
+            step = replace(step, before=None)  # else each step keeps all before it alive
         output = self._runner.launch(step.plan)
         self._last = _ModelStep(self._runner, self._sampler, self._speculation, step, output)
         return self._last
@@ -137,22 +140,24 @@ class _ModelStep:
 
     @torch.inference_mode()
     def settle(self) -> Made:
-        """Queues all that reads the forward's output, and the way of its results to the host."""
+        """Queues all that reads the forward's output, and the way of its results to the host.
+        Broken off, as by Ctrl-C, it can be asked again.
+        """
         if self._made is None:
-            assert self._output is not None
-            output, self._output = self._output, None  # logits are large
-            step = self._step
+            step, output = self._step, self._output
+            assert output is not None
             self._reports = [
                 self._sampler.report(
                     output.logits[p.first : p.first + len(p.next_ids)], p.next_ids, p.top
                 )
                 for p in step.prompts
             ]
-            self._made = self._draw(step, output)
+            made = self._draw(step, output)
             sent = [output.fault, *chain.from_iterable(one.tensors for one in self._sources())]
-            if self._made.drafts is not None:
-                sent.append(self._made.drafts)
+            if made.drafts is not None:
+                sent.append(made.drafts)
             self._copy = HostCopy(sent)
+            self._made, self._output = made, None  # logits are large
         return self._made
 
     def _sources(self) -> Sequence[Draws | LogprobReport]:
@@ -189,5 +194,9 @@ class _ModelStep:
         if len(pieces) == 2:  # singles, and the windows that stand among them
             first = self._step.windows.start
             pieces = [pieces[0][:first], pieces[1], pieces[0][first:]]
-        drafts = tensors[at].tolist() if at < len(tensors) else ()
+        drafts: Sequence[Sequence[int]] = ()
+        if at < len(tensors):
+            drafter = f"{self._sampler.origin}stage 'draft_block'"
+            check_drawn(drafter, tensors[at], self._runner.vocab_size)
+            drafts = tensors[at].tolist()
         return StepResult(list(chain.from_iterable(pieces)), prompts, drafts)

@@ -70,7 +70,7 @@ class Answers:
         return RequestOutput(
             self.request_id,
             self._prompt.text,
-            list(self._prompt.token_ids),
+            self._prompt.token_ids,  # one list for all: a long prompt costs much a step
             self._prompt_logprobs,
             [self._completion(index, answer) for index, answer in enumerate(self._answers)],
             self.finished,

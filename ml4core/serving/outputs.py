@@ -63,6 +63,7 @@ class RequestOutput:
 
     Attributes:
         prompt: its text; None if it was given as ids or as a chat.
+        prompt_token_ids: one list for all outputs of a request.
         prompt_logprobs: an entry for each prompt token, None for the first, if asked for.
         finished: whether every answer has ended.
         num_cached_tokens: prompt tokens that were taken from the prefix cache.

@@ -46,7 +46,7 @@ def valid_loss(
         out = model(ids, dtype, sparse=sparse)
         some, number = token_loss(out.hidden, model.output, targets, weights)
         total, count = total + some.item(), count + number.item()
-    return total / max(1.0, count)
+    return round(total / max(1.0, count), 4)
 
 
 @torch.no_grad()

@@ -25,6 +25,17 @@ def record(request: pytest.FixtureRequest) -> PluginRecord:
     return _record(request.param)
 
 
+@pytest.fixture(params=["rocm", "tpu"])
+def kernelless(request: pytest.FixtureRequest) -> PluginRecord:
+    """Those without kernels yet."""
+    return _record(request.param)
+
+
+@pytest.fixture
+def cuda() -> PluginRecord:
+    return _record("cuda")
+
+
 @pytest.fixture
 def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on the path, for stand-ins of vendor libraries; they are forgotten afterwards."""

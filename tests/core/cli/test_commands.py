@@ -100,7 +100,7 @@ def test_a_command_of_core_can_not_be_taken_over(ml4: Any, site: Any) -> None:
     assert "no such folder" in done.err
 
 
-@pytest.mark.parametrize("name", ["cuda", "rocm", "tpu"])
+@pytest.mark.parametrize("name", ["rocm", "tpu"])
 def test_a_known_missing_one_says_how_to_get_it(ml4: Any, name: str) -> None:
     distribution = f"ml4core-{name}"
     try:

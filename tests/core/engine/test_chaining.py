@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -224,3 +227,55 @@ def test_uploads_keep_types_and_shapes() -> None:
         assert sent.numpy().dtype == array.dtype
         assert sent.shape == array.shape
         assert (sent.numpy() == array).all()
+
+
+def test_a_step_is_forgotten_once_its_result_is_known(start: Start) -> None:
+    """Each takes its tokens from the one before, and none may keep all that were before it."""
+    engine = start()
+    engine.core.overlap = True
+    handles: list[weakref.ref[Any]] = []
+    launch = engine.core._runner.launch
+
+    def launched(step: Any) -> Any:
+        handle = launch(step)
+        handles.append(weakref.ref(handle))
+        return handle
+
+    engine.core._runner.launch = launched  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    engine.core.add_request("a", [1, 2, 3], params)
+    while engine.core.has_work:
+        engine.core.step()
+        gc.collect()
+        assert sum(handle() is not None for handle in handles) <= 2
+    assert len(handles) == 12
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("place", ["draw", "launch", "result"])
+def test_a_call_that_was_broken_off_leaves_an_engine_that_serves(
+    start: Start, monkeypatch: pytest.MonkeyPatch, overlap: bool, place: str
+) -> None:
+    """As by Ctrl-C at any point of a step."""
+    engine = start()
+    engine.core.overlap = overlap
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=6, ignore_eos=True)
+    prompts = [[1, 2, 3], [4] * 20]
+    want = engine.generate(prompts, params)
+    owner, name = {
+        "draw": (engine.core._runner._sampler, "draw"),  # type: ignore[attr-defined]
+        "launch": (engine.runner, "launch"),
+        "result": (steps.HostCopy, "wait"),
+    }[place]
+    plain, calls = getattr(owner, name), itertools.count(1)
+
+    def broken(*args: Any) -> Any:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return plain(*args)
+
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, params)
+    assert {pool.used_pages for pool in engine.runner.pools.values()} == {0}
+    assert engine.generate(prompts, params) == want

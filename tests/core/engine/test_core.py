@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ml4core.api import FaultError
+from ml4core.compose.contract import ContractError
 from ml4core.engine.errors import RequestError
 from ml4core.engine.kv_groups import KVGroup
 from ml4core.engine.sampling_params import SamplingParams, child_seed
@@ -233,7 +234,7 @@ def test_requests_without_a_seed_draw_apart(make_rig: Make) -> None:
     assert answers[0][0] != answers[0][1]
 
 
-@pytest.mark.parametrize("raised", [None, ValueError("odd"), SystemExit(5)])
+@pytest.mark.parametrize("raised", [None, ValueError("odd"), SystemExit(5), ContractError("odd")])
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_no_token_of_a_failed_step_leaves(
     make_rig: Make, expect: Expect, overlap: bool, at: int, raised: BaseException | None
@@ -246,7 +247,8 @@ def test_no_token_of_a_failed_step_leaves(
         rig.step()
         if rig.core.fault is not None:
             break
-    assert rig.core.fault.code == ("exception" if raised else "null")
+    kind = "contract" if isinstance(raised, ContractError) else "exception"
+    assert rig.core.fault.code == (kind if raised else "null")
     assert rig.core.cause is raised
     assert raised is None or "/engine/conftest.py:" in rig.core.fault.message, "says no place"
     for i in range(3):
@@ -382,7 +384,6 @@ def test_random_mixes_are_right_and_leak_nothing(make_rig: Make, expect: Expect,
             policy=rng.choice(["fcfs", "priority"]),
             long_prefill_token_threshold=rng.choice([0, 3]),
             reserve_full=rng.random() < 0.7,
-            lookahead=rng.choice([0, 0, 2]),
         )
         eos = rng.sample(range(1000), 60)
         wanted: dict[tuple[str, int], list[int]] = {}

@@ -95,6 +95,25 @@ def test_a_stop_within_an_accepted_run_ends_it(
         rig.assert_empty()
 
 
+def test_drafts_keep_no_request_from_its_row(make_rig: Make, overlap: bool) -> None:
+    """Five rows a step hold one window, and a token for each of four requests."""
+    rig = make_rig(
+        groups=groups(3), overlap=overlap, drafts=3, skill=1.0, max_num_seqs=4,
+        max_num_batched_tokens=5,
+    )  # fmt: skip
+    for name, made in (("a", 40), ("b", 12), ("c", 12), ("d", 12)):
+        rig.core.add_request(name, [1], replace(GREEDY, max_tokens=made))
+    most = 0
+    while rig.core.has_work:
+        before = {key: len(tokens) for key, tokens in rig.tokens.items()}
+        beside = len(before) == 4 and not rig.ends
+        rig.step()
+        grown = [len(rig.tokens[key]) - count for key, count in before.items()]
+        assert not beside or grown == [1, 1, 1, 1]
+        most = max([most, *grown])
+    assert most == 4, "alone it has windows"
+
+
 def test_rows_of_windows_are_padded_to_one_width(make_rig: Make) -> None:
     """The last window of an answer has fewer drafts, and the step's shape stays."""
     rig = make_rig(groups=groups(3), drafts=3, skill=1.0)

@@ -229,17 +229,6 @@ def test_placeholders_stand_for_tokens_in_flight_up_to_the_limit() -> None:
     assert (made.num_placeholders, made.num_tokens) == (0, made.limit)
 
 
-def test_lookahead_takes_pages_but_none_beyond_the_limit() -> None:
-    one = scheduler(lookahead=3)
-    made = request(0, 6, made=4)
-    one.add(made)
-    run(one)
-    assert made.capacity == 12
-    for _ in range(2):
-        run(one)
-    assert made.capacity == 12, "token 9 is the last that needs a key"
-
-
 @pytest.mark.parametrize(
     ("config", "told"),
     [
@@ -251,3 +240,29 @@ def test_lookahead_takes_pages_but_none_beyond_the_limit() -> None:
 def test_bad_limits_are_named(config: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         scheduler(**config)
+
+
+def test_prompts_with_logprobs_take_few_rows_a_step() -> None:
+    """Each of their rows takes logits of the whole vocabulary; rows of others are not fewer."""
+    one = scheduler(max_report_rows=5)
+    asking = SamplingParams(max_tokens=4, prompt_logprobs=0)
+    for order, params in enumerate((asking, asking, None)):
+        made = request(order, 8)
+        made.params = params or made.params
+        one.add(made)
+    taken = []
+    for _ in range(6):
+        step = one.schedule()
+        taken.append([(int(w.request.id), w.rows) for w in step.work])
+        for work in step.work:
+            assert one.confirm(work)
+            known = min(work.end, len(work.request.prompt_ids) - 1)
+            work.request.prompt_logprobs[:] = [{}] * known
+            if work.draws:
+                work.request.append(7)
+    assert taken[:4] == [
+        [(0, 5)],
+        [(0, 3), (1, 2), (2, 8)],
+        [(0, 1), (1, 5), (2, 1)],
+        [(0, 1), (1, 1), (2, 1)],
+    ]

@@ -59,14 +59,17 @@ def test_outputs_hold_all_up_to_now(engine: AsyncLLM) -> None:
         params = replace(GREEDY, max_tokens=64)
         ids: list[int] = []
         text, count, finished = "", 0, False
+        prompts = set()
         async for output in engine.generate("Hello", params, "a"):
             assert not finished
+            prompts.add(id(output.prompt_token_ids))
             (one,) = output.outputs
             assert one.text.startswith(text)
             assert one.token_ids[: len(ids)] == ids
             text, ids, count, finished = one.text, one.token_ids, count + 1, output.finished
         assert finished
         assert count > 1
+        assert len(prompts) == 1, "a copy of a long prompt at each step"
         assert (len(ids), one.finish_reason, output.request_id) == (64, "length", "a")
         assert text == engine.get_tokenizer().decode(ids)
 

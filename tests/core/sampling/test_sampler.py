@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ml4core.compose.contract import ContractError
 from ml4core.engine import sampler as sampler_module
 from ml4core.engine.sampler import Logprob, Sampler, SamplerRow
 from ml4core.engine.sampling_params import SamplingParams, child_seed
@@ -56,19 +57,22 @@ def test_a_row_is_the_same_alone(vocab: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("drawn", "message"),
     [
-        (torch.tensor([3, 30]), "op sample drew 30; ids are 0 to 29"),
-        (torch.tensor([-1, 3]), "op sample drew -1"),
+        (torch.tensor([3, 30]), "drew 30; ids are 0 to 29"),
+        (torch.tensor([-1, 3]), "drew -1"),
         (torch.tensor([3]), r"returned shape and dtype \(\(1,\), torch.int64\); wanted: \(\(2,\)"),
         (torch.tensor([[3], [4]]), r"returned shape and dtype \(\(2, 1\)"),
         (torch.tensor([3.0, 4.0]), r"\(\(2,\), torch.float32\)"),
     ],
 )
 @pytest.mark.parametrize("greedy", [0, 1])
-def test_what_the_op_may_not_draw(drawn: Tensor, message: str, greedy: int) -> None:
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_what_the_op_may_not_draw(
+    drawn: Tensor, message: str, greedy: int, logprobs: int | None
+) -> None:
     """A mixed batch puts the op's ids among others: one id must not spread over all of them."""
-    rows = [row(temperature=0.0)] * greedy + [row(), row()]
-    with pytest.raises(ValueError, match=message):
-        Sampler({"sample": lambda *_: drawn}, 30)(normal(0, len(rows), 30), rows)
+    rows = [row(temperature=0.0)] * greedy + [row(logprobs=logprobs), row()]
+    with pytest.raises(ContractError, match=f"backend 'mine', op 'sample'.*{message}"):
+        Sampler({"sample": lambda *_: drawn}, 30, "mine")(normal(0, len(rows), 30), rows)
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:

@@ -87,6 +87,19 @@ def test_a_depth_that_the_backend_can_not_verify_is_refused(opened: Any, choice:
     opened(chip, num_speculative_tokens=2).close()
 
 
+def test_a_window_that_no_step_has_rows_for_is_refused(folder: Path, choice: Any) -> None:
+    """Its drafts would be made at each step, and never judged."""
+
+    def opened(rows: int) -> Any:
+        flags = {"max_num_seqs": 1, "max_num_batched_tokens": rows, "speculative_config": DSPARK}
+        return open_engine(EngineArgs(str(folder), **flags), choice=choice, tokens_each=64)
+
+    told = r"takes 4 rows, and a step has at most --max-num-batched-tokens 3 .works: 1 to 2"
+    with pytest.raises(Refused, match=told):
+        opened(3)
+    opened(4).close()
+
+
 @pytest.mark.parametrize(
     ("word", "config"),
     [

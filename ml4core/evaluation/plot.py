@@ -10,7 +10,7 @@ from ml4core.evaluation.tables import change, weights_name
 
 Facts = Mapping[str, Any]
 
-WIDTH, ROW, LABEL, BAR = 760, 22, 250, 420
+WIDTH, ROW, LABEL, BAR = 780, 22, 290, 400
 _INK, _FILL, _EMPTY = "#24292f", "#3b6ea8", "#dfe5ec"
 
 

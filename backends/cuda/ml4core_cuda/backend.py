@@ -1,18 +1,30 @@
-"""The cuda backend: what it finds on this machine, and what it needs."""
+"""The cuda backend: what it finds on this machine, and how it opens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn
 
-from ml4core.api import Capabilities, Deployment, Device, Probe, Refusal, Refused
+from ml4core.api import (
+    Capabilities,
+    Deployment,
+    Device,
+    Probe,
+    Refusal,
+    Refused,
+    Session,
+    undeclared,
+)
 from ml4core_cuda.capabilities import SERVED, capabilities
 from ml4core_cuda.driver import Gpu, find_gpus
+from ml4core_cuda.interpreter import interpreter_refusals, is_on
 from ml4core_cuda.libraries import find_optional, find_torch, find_triton
 
 
 class CudaBackend:
-    """NVIDIA GPUs through torch and triton."""
+    """NVIDIA GPUs through torch and triton. Where these two are, kernels also run in Triton's
+    interpreter on the host, as a device of kind ``interpreted``.
+    """
 
     name = "cuda"
     priority = 100
@@ -22,22 +34,56 @@ class CudaBackend:
         gpus, driver_faults = find_gpus()
         torch, torch_faults = find_torch()
         triton, triton_faults = find_triton()
-        libraries = ", ".join(found for found in (torch, triton, *find_optional()) if found)
-        return Probe(
-            refusals=(
-                *driver_faults,
-                *(_too_far(gpu) for gpu in gpus if gpu.arch not in SERVED),
-                *torch_faults,
-                *triton_faults,
-                _no_kernels(gpus, libraries),
-            )
+        details = {"torch": torch, "triton": triton, "libraries": ", ".join(find_optional())}
+        details |= {"ml4core-cuda": _release()}
+        refusals = (
+            *driver_faults,
+            *(_too_far(gpu) for gpu in gpus if gpu.arch not in SERVED),
+            *torch_faults,
+            *triton_faults,
         )
+        devices: list[Device] = []
+        if not torch_faults and not triton_faults:
+            devices += (_device(gpu, details) for gpu in gpus if gpu.arch in SERVED)
+        if torch and triton:
+            name = "Triton's interpreter on the host"
+            devices.append(Device("interpreted", name, "sm_90", "cpu", details=details))
+        return Probe(tuple(devices), refusals)
 
     def capabilities(self, device: Device) -> Capabilities:
         return capabilities(device)
 
-    def open(self, deployment: Deployment) -> NoReturn:
-        raise Refused(self.probe().refusals, what=f"--backend {self.name}")
+    def open(self, deployment: Deployment) -> Session:
+        reasons = [*_device_refusals(deployment)]
+        reasons += undeclared(deployment.needs, capabilities(deployment.device), self.name)
+        if reasons:
+            raise Refused(reasons, what=f"--backend {self.name}")
+        from ml4core_cuda.session import CudaSession
+
+        return CudaSession(deployment)
+
+
+def _device_refusals(deployment: Deployment) -> Sequence[Refusal]:
+    """Why the device can't be used from this process."""
+    device = deployment.device
+    if device.kind == "interpreted":
+        # The switch comes first: finding triton imports it.
+        return (*interpreter_refusals(), *find_triton()[1])
+    if device.kind != "real" or device.arch not in SERVED:
+        reason = f"{device.name} is a {device.kind} device of architecture {device.arch!r}"
+        remedy = f"a GPU of {', '.join(sorted(SERVED))}; or a device of kind interpreted"
+        return (Refusal("cuda", "device", reason, remedy),)
+    reasons = (*find_torch()[1], *find_triton()[1])
+    if not reasons and is_on():
+        reason = "Triton's interpreter is on in this process, which runs kernels on the host"
+        return (Refusal("cuda", "device", reason, "TRITON_INTERPRET unset"),)
+    return reasons
+
+
+def _device(gpu: Gpu, details: dict[str, str]) -> Device:
+    return Device(
+        "real", gpu.name, gpu.arch, f"cuda:{gpu.index}", gpu.index, gpu.memory_bytes, details
+    )
 
 
 def _too_far(gpu: Gpu) -> Refusal:
@@ -46,11 +92,8 @@ def _too_far(gpu: Gpu) -> Refusal:
     return Refusal("cuda", f"GPU {gpu.index}", reason, f"a GPU of {served}")
 
 
-def _no_kernels(gpus: tuple[Gpu, ...], libraries: str) -> Refusal:
+def _release() -> str:
     try:
-        release = f"version {version('ml4core-cuda')} of ml4core-cuda"
+        return version("ml4core-cuda")
     except PackageNotFoundError:
-        release = "this checkout of ml4core-cuda"
-    found = "; ".join(str(gpu) for gpu in gpus) or "no GPU"
-    reason = f"{release} has no kernels yet; found: {found}; libraries: {libraries or 'none'}"
-    return Refusal("cuda", "kernels", reason, "--backend cpu")
+        return "checkout"

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-from ml4core.api import Capabilities, Deployment, Device, Refusal
+from ml4core.api import WEIGHT_FORMATS, Capabilities, Deployment, Device, Refusal
+from ml4core_cuda.ffn_stage import ACTS
+from ml4core_cuda.ops import OWN
 
 SERVED = frozenset({"sm_90", "sm_100"})
 """Architectures that the backend is made for."""
 
+_COMMON = frozenset(
+    {f"op:{name}" for name in OWN}
+    | {"stage:select", "stage:sparse_mla", "stage:ffn"}
+    | {f"kv:{name}" for name in ("fp8_ds_mla", "e4m3", "bf16", "fp32")}
+    | {f"index:{name}" for name in ("planar_f32", "fp32")}
+    | {f"weights:{name}" for name in WEIGHT_FORMATS}
+    | {f"act:{name}" for name in ("bf16", "fp32", *ACTS)}
+    | {"feature:compose", "feature:prefix_caching"}
+    | {"spec:dspark", "spec:probabilistic_drafts", "spec:block_verification"}
+)
+_BY_ARCH = {"sm_100": frozenset({"index:planar_ue8m0x4"})}
+_REAL = frozenset({"feature:graph_capture", "feature:async_scheduling"})
+"""What needs a device that works while the host does something else."""
+
+_MAX_TOPK = 4096
+"""A tile of the top-k kernel is 16,384 scores, of which a quarter may be kept."""
+
 
 def capabilities(device: Device) -> Capabilities:
-    """Nothing yet: no kernel serves any word of the vocabulary."""
-    return Capabilities(frozenset())
+    """By architecture and kind; nothing for an architecture that the kernels aren't made for."""
+    if device.arch not in SERVED:
+        return Capabilities(frozenset())
+    features = _COMMON | _BY_ARCH.get(device.arch, frozenset())
+    if device.kind == "real":
+        features |= _REAL
+    defaults = {
+        "dtype": "bfloat16",
+        "kv": "fp8_ds_mla",
+        "fp8": "fp8_ds_mla",
+        "index": "planar_f32",
+        "block_size": "64",
+        "max_num_seqs": "256" if device.kind == "real" else "4",
+        "max_num_batched_tokens": "8192" if device.kind == "real" else "64",
+    }
+    return Capabilities(features, defaults, {"max_topk": _MAX_TOPK, "max_heads": 128})
 
 
 def refusals(deployment: Deployment, capabilities: Capabilities) -> tuple[Refusal, ...]:

@@ -1,0 +1,62 @@
+"""``ml4 cuda``: what can be done for this backend without a GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from ml4core_cuda.capabilities import SERVED
+from ml4core_cuda.interpreter import is_on
+
+app = typer.Typer(add_completion=False, help="The NVIDIA backend.", no_args_is_help=True)
+
+
+@app.callback()
+def main() -> None:
+    """The NVIDIA backend."""
+
+
+@app.command()
+def aot(
+    keyword: Annotated[
+        str, typer.Option("-k", metavar="REGEX", help="only cases whose name has this")
+    ] = "",
+    arch: Annotated[
+        list[str] | None, typer.Option(help="sm_90 or sm_100; may be given twice; both if not")
+    ] = None,
+) -> None:
+    """Compile kernels ahead and print registers, shared memory and spills of each.
+
+    Needs triton, and no GPU. Ends with 1 if a hot kernel spills.
+    """
+    archs = sorted(arch or SERVED)
+    if unknown := sorted(set(archs) - SERVED):
+        raise typer.BadParameter(f"{', '.join(unknown)}; works: {', '.join(sorted(SERVED))}")
+    if is_on():
+        raise typer.BadParameter("TRITON_INTERPRET is set, and interpreted kernels don't compile")
+    from ml4core_cuda.aot import compile_launch, launches
+    from ml4core_cuda.aot_suites import all_cases
+
+    spilled = count = 0
+    typer.echo(f"{'case':58} {'kernel':26} {'arch':7} warps  regs  shared  spills")
+    for case in all_cases():
+        if not re.search(keyword, case.name):
+            continue
+        for each in archs:
+            for launch in launches(case, each):
+                found = compile_launch(case, launch, each)
+                count += 1
+                fault = found.hot and found.spill_bytes > 0
+                spilled += fault
+                typer.echo(
+                    f"{found.case:58} {found.kernel:26} {found.arch:7} {found.warps:5} "
+                    f"{found.registers:5} {found.shared_bytes:7} {found.spill_bytes:7}"
+                    f"{'  FAULT: hot, and spills' if fault else ''}"
+                )
+    typer.echo(f"{count} kernels compiled; {spilled} hot ones spill")
+    if not count:
+        raise typer.BadParameter(f"no case has {keyword!r} in its name")
+    if spilled:
+        raise typer.Exit(1)

@@ -1,0 +1,100 @@
+"""Routed experts of a single row: each chosen expert is a product with one row.
+
+Two launches. The first takes a few rows of w1 and w3 of one choice a program; the second a few rows
+of w2 of every choice, in their order, so that the weighted sum never leaves the registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ml4core_cuda.kernels.expert_matrix import expert_matrix
+from ml4core_cuda.kernels.gemm import row_block, row_tile
+from ml4core_cuda.kernels.numeric import narrow, sm_count
+from ml4core_cuda.kernels.products import row_sum
+from ml4core_cuda.kernels.silu_mul import silu
+from ml4core_cuda.kernels.weight_tiles import WeightArgs, whole_scale
+
+
+@triton.jit
+def _gated_row_kernel(
+    x, data, scale, row_scale, shared, shared_scale, shared_row_scale, weights, ids, out, W, K,
+    scale_size, first_expert, E,
+    BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """silu(w1 x) * (w3 x) of each choice, out [topk, W]: grid (tiles of W, topk)."""
+    choice = tl.program_id(1)
+    expert = tl.load(ids + choice) - first_expert
+    if (expert >= 0) & (expert < E + SHARED) & (tl.load(weights + choice) != 0):
+        rows = tl.program_id(0) * BN + tl.arange(0, BN)
+        fits = rows < W
+        data, scale, row_scale = expert_matrix(
+            data, scale, row_scale, shared, shared_scale, shared_row_scale, expert, E, 2 * W, K,
+            scale_size, FORMAT, SHARED,
+        )  # fmt: skip
+        gate = row_sum(x, data, scale, rows, fits, K, BN, BK, FORMAT)
+        up = row_sum(x, data, scale, rows + W, fits, K, BN, BK, FORMAT)
+        gate = gate * whole_scale(scale, row_scale, rows, fits, FORMAT, BN)
+        up = up * whole_scale(scale, row_scale, rows + W, fits, FORMAT, BN)
+        inner = narrow(silu(gate) * up, out.dtype.element_ty)
+        tl.store(out + choice * W + rows, inner, mask=fits)
+
+
+@triton.jit
+def _outer_row_kernel(
+    x, data, scale, row_scale, shared, shared_scale, shared_row_scale, weights, ids, out, H, K,
+    scale_size, first_expert, E,
+    TOPK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    SHARED: tl.constexpr,
+):  # fmt: skip
+    """The weighted sum of w2 times x [topk, K], out [H]: grid (tiles of H,)."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    fits = rows < H
+    total = tl.zeros([BN], tl.float32)
+    for choice in range(TOPK):
+        expert = tl.load(ids + choice) - first_expert
+        weight = tl.load(weights + choice)
+        if (expert >= 0) & (expert < E + SHARED) & (weight != 0):
+            matrix, scales, row_scales = expert_matrix(
+                data, scale, row_scale, shared, shared_scale, shared_row_scale, expert, E, H, K,
+                scale_size, FORMAT, SHARED,
+            )  # fmt: skip
+            found = row_sum(x + choice * K, matrix, scales, rows, fits, K, BN, BK, FORMAT)
+            found = found * whole_scale(scales, row_scales, rows, fits, FORMAT, BN)
+            total += found * weight
+    tl.store(out + rows, narrow(total, out.dtype.element_ty), mask=fits)
+
+
+def one_row(
+    x: Tensor,
+    w13: WeightArgs,
+    w2: WeightArgs,
+    shared: tuple[WeightArgs, WeightArgs] | None,
+    weights: Tensor,
+    ids: Tensor,
+    first_expert: int,
+    out: Tensor,
+) -> None:
+    """Fills ``out`` [1, H] with the experts ``ids`` [1, topk] of ``x`` [1, H]. With ``shared`` (its
+    w13 and w2), id E is that expert.
+    """
+    topk, units = ids.shape[1], sm_count(x.device)
+    other13, other2 = shared or (w13, w2)
+    inner = x.new_empty(topk, w2.columns)
+    each = row_tile(w2.columns, w13.columns, topk, units)
+    _gated_row_kernel[(triton.cdiv(w2.columns, each), topk)](
+        x, w13.data, w13.scale, w13.row_scale, other13.data, other13.scale, other13.row_scale,
+        weights, ids, inner, w2.columns, w13.columns,
+        w13.scale_size, first_expert, w13.matrices,
+        BN=each, BK=row_block(w13.columns), FORMAT=w13.format,
+        SHARED=int(shared is not None), num_warps=4,
+    )  # fmt: skip
+    each = row_tile(w2.rows, w2.columns, 1, units)
+    _outer_row_kernel[(triton.cdiv(w2.rows, each),)](
+        inner, w2.data, w2.scale, w2.row_scale, other2.data, other2.scale, other2.row_scale,
+        weights, ids, out, w2.rows, w2.columns, w2.scale_size, first_expert, w2.matrices,
+        TOPK=topk, BN=each, BK=row_block(w2.columns), FORMAT=w2.format,
+        SHARED=int(shared is not None), num_warps=4,
+    )  # fmt: skip

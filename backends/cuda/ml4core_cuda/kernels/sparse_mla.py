@@ -1,0 +1,237 @@
+"""``sparse_mla``: attention of absorbed queries over chosen slots of a latent cache.
+
+A program takes one row, a tile of its heads and a part of its keys; where there are too few of
+these for the device, keys are split further and the parts joined by ``merge_lse``. A tile has 16
+heads at least, which is the least that the matrix units take: below, its spare rows cost no bytes,
+and a row's keys are what decoding is about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ml4core.api import KVCache
+from ml4core_cuda.kernels.attend import LOG2E, attend_keys, finished, product_dtype
+from ml4core_cuda.kernels.latents import E4M3, latent_rows, row_offsets
+from ml4core_cuda.kernels.merge_lse import merge
+from ml4core_cuda.kernels.numeric import narrow, next_power, sm_count
+from ml4core_cuda.kernels.target import arch_of
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of a launch.
+
+    Attributes:
+        heads: heads of a tile.
+        keys: keys of a block.
+        splits: parts of a row's keys, each of ``chunk`` slots.
+    """
+
+    heads: int
+    keys: int
+    splits: int
+    chunk: int
+    warps: int
+    stages: int
+
+
+def tiling(
+    rows: int, heads: int, keys: int, wide: bool, processors: int, arch: str = "sm_90"
+) -> Tiling:
+    """The sizes for ``rows`` of ``heads`` over up to ``keys``; a function of shapes alone.
+
+    There is no tile of 32 heads: its accumulator doesn't fit the registers of the layout that the
+    compiler gives it, and half a tile of 64 costs arithmetic, no bytes.
+    """
+    tile = 16 if wide or heads <= 16 else 64
+    programs = max(1, rows * -(-heads // tile))
+    # Small blocks where there is more than one processor for each row, large ones for the matrix
+    # units where all are busy.
+    block = 16 if wide else (32 if tile == 64 and programs < processors else 64)
+    blocks = max(1, -(-keys // block))
+    splits = max(1, min(blocks, processors // programs))
+    chunk = -(-blocks // splits) * block
+    warps = 8 if tile == 64 else 4
+    # From sm_100 on accumulators lie in memory of their own, and what a second stage keeps spills.
+    stages = 1 if tile == 64 and arch != "sm_90" else 2
+    return Tiling(tile, block, -(-max(keys, 1) // chunk), chunk, warps, stages)
+
+
+@triton.jit
+def sparse_mla_kernel(
+    q,
+    rows,
+    cache_scale,
+    slots,
+    lens,
+    out,
+    lse,
+    softmax_factor,
+    keys,
+    all_slots,
+    splits,
+    chunk,
+    page_stride,
+    row_stride,
+    q_row_stride,
+    q_head_stride,
+    slots_stride,
+    out_split_stride,
+    lse_split_stride,
+    N: tl.constexpr,
+    KIND: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BL: tl.constexpr,
+    BR: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    BH: tl.constexpr,
+    BK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    # Splits of one row stand together, so that its queries are read once into L2.
+    program = tl.program_id(0)
+    row = (program // splits).to(tl.int64)
+    split = program % splits
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    column = tl.arange(0, BL)
+    q_row = q + row * q_row_stride + head[:, None] * q_head_stride
+    q_latent = tl.load(
+        q_row + column[None, :], mask=(head < N)[:, None] & (column < L)[None, :], other=0.0
+    )
+    q_latent = narrow(q_latent.to(tl.float32), DTYPE) if q_latent.dtype != DTYPE else q_latent
+    q_rope = q_latent
+    if HAS_ROPE:
+        tail = tl.arange(0, BR)
+        q_rope = tl.load(
+            q_row + L + tail[None, :], mask=(head < N)[:, None] & (tail < R)[None, :], other=0.0
+        )
+        q_rope = narrow(q_rope.to(tl.float32), DTYPE) if q_rope.dtype != DTYPE else q_rope
+    key_scale = 1.0
+    if KIND == E4M3:
+        key_scale = tl.load(cache_scale)
+    factor = softmax_factor * key_scale
+    top = tl.full((BH,), float("-inf"), tl.float32)
+    total = tl.zeros((BH,), tl.float32)
+    summed = tl.zeros((BH, BL), tl.float32)
+    first = split * chunk
+    last = tl.minimum(first + chunk, tl.minimum(tl.load(lens + row), keys))
+    for start in range(first, last, BK):
+        index = start + tl.arange(0, BK)
+        slot = tl.load(slots + row * slots_stride + index, mask=index < last, other=-1)
+        valid = (slot >= 0) & (slot < all_slots)
+        offsets = row_offsets(tl.where(valid, slot, 0), BLOCK_SIZE, page_stride, row_stride)
+        top, total, summed = attend_keys(
+            q_latent,
+            q_rope,
+            rows,
+            offsets,
+            valid,
+            valid[None, :],
+            factor,
+            top,
+            total,
+            summed,
+            KIND,
+            L,
+            R,
+            BH,
+            BK,
+            BL,
+            BR,
+            HAS_ROPE,
+        )
+    summed, own_lse = finished(top, total, summed)
+    summed = summed * key_scale
+    place = out + split * out_split_stride + (row * N + head[:, None]) * L + column[None, :]
+    tl.store(
+        place,
+        narrow(summed, out.dtype.element_ty),
+        mask=(head < N)[:, None] & (column < L)[None, :],
+    )
+    tl.store(lse + split * lse_split_stride + row * N + head, own_lse, mask=head < N)
+
+
+def sparse_mla(
+    q: Tensor, cache: KVCache, slots: Tensor, lens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``q`` [T, N, W] over the first lens [T] of slots int32 [T, k]: out [T, N, L] in q's dtype and
+    lse fp32 [T, N], base e. Slots outside of the cache are skipped. A row without keys: 0 and -inf.
+
+    bf16 queries meet bf16 keys, and weights are rounded to bf16; fp32 ones, and fp32 caches, meet
+    in fp32. ``ValueError`` for a layout that isn't read.
+    """
+    rows = latent_rows(cache)
+    count, heads, width = q.shape
+    if width not in (rows.latent, rows.latent + rows.rope):
+        raise ValueError(
+            f"queries have {width} values; keys of {cache.layout.id!r} have {rows.latent} and "
+            f"{rows.rope} of rope"
+        )
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    if slots.stride(-1) != 1:
+        slots = slots.contiguous()
+    dtype = product_dtype(q, rows.rows)
+    keys = slots.shape[1]
+    wide, device = dtype == torch.float32, q.device
+    sizes = tiling(count, heads, keys, wide, sm_count(device), arch_of(device))
+    alone = sizes.splits == 1
+    parts = torch.empty(
+        sizes.splits,
+        count * heads,
+        rows.latent,
+        dtype=q.dtype if alone else torch.float32,
+        device=q.device,
+    )
+    lses = torch.empty(sizes.splits, count * heads, dtype=torch.float32, device=q.device)
+    if count:
+        sparse_mla_kernel[(count * sizes.splits, -(-heads // sizes.heads))](
+            q,
+            rows.rows,
+            rows.scale,
+            slots,
+            lens.contiguous(),
+            parts,
+            lses,
+            scale * LOG2E,
+            keys,
+            cache.blocks * cache.block_size,
+            sizes.splits,
+            sizes.chunk,
+            rows.page_stride,
+            rows.row_stride,
+            q.stride(0),
+            q.stride(1),
+            slots.stride(0),
+            parts.stride(0),
+            lses.stride(0),
+            N=heads,
+            KIND=rows.kind,
+            L=rows.latent,
+            R=rows.rope,
+            BL=max(16, next_power(rows.latent)),
+            BR=max(16, next_power(rows.rope)),
+            HAS_ROPE=width > rows.latent,
+            BH=sizes.heads,
+            BK=sizes.keys,
+            BLOCK_SIZE=cache.block_size,
+            DTYPE=triton_dtype(dtype),
+            num_warps=sizes.warps,
+            num_stages=sizes.stages,
+        )
+    if alone:
+        return parts.view(count, heads, rows.latent), lses.view(count, heads)
+    out, lse = merge(parts, lses, q.dtype)
+    return out.view(count, heads, rows.latent), lse.view(count, heads)
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    return tl.float32 if dtype == torch.float32 else tl.bfloat16

@@ -1,0 +1,76 @@
+"""Candidates for stages: our kernels, and the peers that could stand in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from ml4core.api import Accepted, Candidate, Deployment, LayerSpec, Refusal, Rejected, StepShape
+from ml4core_cuda.ffn_stage import ffn_candidates
+from ml4core_cuda.providers import PEERS
+from ml4core_cuda.rules import OURS, rule_for
+
+
+def candidates(
+    stage: str, layer: LayerSpec | None, shape: StepShape, deployment: Deployment
+) -> Sequence[Candidate]:
+    """Candidates for a stage, best first. Those that can't serve come before those that can, so
+    that the start-up report tells their reasons.
+    """
+    if layer is not None and stage == "ffn":
+        return ffn_candidates(layer, shape, deployment)
+    if layer is None or stage not in ("select", "sparse_mla"):
+        return ()
+    rule = rule_for(stage, deployment.device.arch, shape.rows)
+    found: list[Candidate] = []
+    served: list[Candidate] = []
+    for peer in PEERS:
+        if peer.stage != stage:
+            continue
+        if reasons := peer.reasons(layer, deployment, rule):
+            found.append(Rejected(peer.name, reasons))
+        else:
+            served.append(Accepted(peer.name, _peer_call(peer.name, layer), peer.version))
+    if reasons := _against(stage, layer, deployment):
+        found.append(Rejected(OURS, reasons))
+    else:
+        served.append(Accepted(OURS, _own_call(stage, layer), _release()))
+    return (*found, *served)
+
+
+def _against(stage: str, layer: LayerSpec, deployment: Deployment) -> tuple[Refusal, ...]:
+    from ml4core_cuda.kernels import keys, latents
+
+    found = []
+    if deployment.kv_layout not in latents.LAYOUTS:
+        reason = f"no kernel reads latents of layout {deployment.kv_layout}"
+        found.append(Refusal("cuda", stage, reason, ", ".join(latents.LAYOUTS)))
+    if stage == "select" and deployment.index_layout not in keys.LAYOUTS:
+        reason = f"no kernel reads index keys of layout {deployment.index_layout}"
+        found.append(Refusal("cuda", stage, reason, ", ".join(keys.LAYOUTS)))
+    return tuple(found)
+
+
+def _own_call(stage: str, layer: LayerSpec) -> Callable[..., object]:
+    if stage == "sparse_mla":
+        from ml4core_cuda.kernels.attention_stage import sparse_mla_stage
+
+        return sparse_mla_stage(layer)
+    from ml4core_cuda.kernels.select_stage import select_stage
+
+    return select_stage(layer)
+
+
+def _peer_call(name: str, layer: LayerSpec) -> Callable[..., object]:
+    if name != "FlashMLA":
+        raise KeyError(f"no adapter for {name}")
+    from ml4core_cuda.kernels.flash_mla import sparse_mla_stage
+
+    return sparse_mla_stage(layer)
+
+
+def _release() -> str:
+    try:
+        return version("ml4core-cuda")
+    except PackageNotFoundError:
+        return "checkout"

@@ -1,0 +1,238 @@
+"""The cuda backend on any machine: devices, refusals, what it declares, who serves a stage."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ml4core.api import (
+    OPS,
+    Deployment,
+    Device,
+    IndexerSpec,
+    LayerSpec,
+    ModelSpec,
+    Refused,
+    Rejected,
+    Segment,
+    SSMaxSpec,
+    StepShape,
+)
+from ml4core.registry import PluginRecord, load_plugin, probe
+from ml4core_cuda import libraries, stages
+from ml4core_cuda.backend import CudaBackend
+from ml4core_cuda.capabilities import capabilities
+from ml4core_cuda.driver import Gpu
+from ml4core_cuda.ops import OWN
+from ml4core_cuda.providers import PEERS
+from ml4core_cuda.rules import RULES, rule_for
+
+INTERPRETED = Device("interpreted", "the interpreter", "sm_90", "cpu")
+H200 = Device("real", "NVIDIA H200", "sm_90", "cuda:0", memory_bytes=140 << 30)
+MODEL = ModelSpec("none", 8, 128, 1e-6, 128, False, ())
+LAYER = LayerSpec(
+    index=1,
+    hidden_size=128,
+    heads=8,
+    kv_lora_rank=512,
+    q_lora_rank=None,
+    nope_dim=64,
+    rope_dim=64,
+    v_dim=128,
+    norm_eps=1e-6,
+    softmax_scale=0.1,
+    rope=None,
+    ssmax=SSMaxSpec(),
+    kv_source=1,
+    topk_source=1,
+    indexer=IndexerSpec(32, 128, 2048, 64),
+    dense_width=256,
+    moe=None,
+)
+NONE = Segment(0, 0, 0)
+DECODE = StepShape(Segment(4, 4, 1), NONE, NONE, (("latent", 8), ("index", 8)), 4)
+
+
+def deployment(device: Device = INTERPRETED, **more: Any) -> Deployment:
+    fields: dict[str, Any] = {"kv_layout": "fp8_ds_mla", "index_layout": "planar_f32"}
+    return Deployment(MODEL, device, **(fields | {"dtype": "bfloat16"} | more))
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, *found: Gpu) -> None:
+    backend = sys.modules[CudaBackend.__module__]
+    monkeypatch.setattr(backend, "find_gpus", lambda: (found, ()))
+    monkeypatch.setattr(backend, "find_torch", lambda: ("torch 2.13", ()))
+    monkeypatch.setattr(backend, "find_triton", lambda: ("triton 3.6", ()))
+
+
+def test_a_machine_without_gpu_has_the_interpreter(cuda: PluginRecord) -> None:
+    answer = probe(cuda, timeout=120)
+    if answer.devices and answer.devices[0].device.kind == "real":
+        pytest.skip("this machine has a GPU")
+    if not libraries.find_triton()[0]:
+        pytest.skip("triton is not installed")
+    ((found),) = answer.devices
+    assert (found.device.kind, found.device.torch_device) == ("interpreted", "cpu")
+    assert {refusal.source for refusal in answer.refusals} == {"cuda"}
+    assert "driver" in {refusal.subject for refusal in answer.refusals}
+
+
+def test_each_gpu_is_a_device_and_others_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(
+        monkeypatch,
+        Gpu(0, "NVIDIA H200", "sm_90", 140 << 30),
+        Gpu(1, "NVIDIA A100", "sm_80", 80 << 30),
+        Gpu(2, "NVIDIA B200", "sm_100", 180 << 30),
+    )
+    answer = CudaBackend().probe()
+    real = [device for device in answer.devices if device.kind == "real"]
+    assert [(d.arch, d.torch_device, d.memory_bytes >> 30) for d in real] == [
+        ("sm_90", "cuda:0", 140),
+        ("sm_100", "cuda:2", 180),
+    ]
+    (refusal,) = answer.refusals
+    assert refusal.subject == "GPU 1"
+    assert "NVIDIA A100 (sm_80" in refusal.reason
+    assert refusal.remedy == "a GPU of sm_100, sm_90"
+
+
+def test_what_is_declared_goes_by_architecture_and_kind() -> None:
+    h200, b200 = capabilities(H200), capabilities(replace(H200, arch="sm_100"))
+    assert {f"op:{name}" for name in OWN} <= h200.features
+    assert set(OWN) <= set(OPS)
+    assert "feature:compose" in h200
+    assert b200.features - h200.features == {"index:planar_ue8m0x4"}
+    assert h200.features - capabilities(INTERPRETED).features == {
+        "feature:graph_capture",
+        "feature:async_scheduling",
+    }
+    assert capabilities(replace(H200, arch="sm_80")).features == frozenset()
+    assert all(f"{key}:{h200.defaults[key]}" in h200 for key in ("kv", "index"))
+
+
+def test_open_refuses_all_at_once_before_it_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch)
+    wanted = deployment(
+        replace(H200, arch="sm_80"), needs=frozenset({"kv:nvfp4_ds_mla", "parallel:dcp"})
+    )
+    with pytest.raises(Refused) as refused:
+        CudaBackend().open(wanted)
+    assert [refusal.subject for refusal in refused.value.refusals] == [
+        "device",
+        "kv:nvfp4_ds_mla",
+        "parallel:dcp",
+    ]
+
+
+def test_the_interpreter_needs_triton_unimported(cuda: PluginRecord) -> None:
+    """A process that compiled kernels can't interpret them any more."""
+    pytest.importorskip("triton")
+    code = (
+        "import triton\n"
+        "from ml4core_cuda.interpreter import interpreter_refusals\n"
+        "(refusal,) = interpreter_refusals()\n"
+        "print(refusal.remedy)"
+    )
+    assert python("-c", code).stdout.strip() == "TRITON_INTERPRET=1 in the environment"
+    assert load_plugin(cuda).backend.name == "cuda"
+
+
+def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Another interpreter of Python, in which triton compiles."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return subprocess.run(
+        [sys.executable, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+AOT = "from ml4core_cuda.commands import app; app()"
+
+
+def test_kernels_compile_without_a_gpu() -> None:
+    pytest.importorskip("triton")
+    done = python("-c", AOT, "aot", "-k", "^(to_slots|kv_write fp8)")
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()[1:]
+    assert last == "4 kernels compiled; 0 hot ones spill"
+    for line in lines:
+        *_, kernel, arch, warps, registers, shared, spilled = line.split()
+        assert (kernel, arch) in {
+            (name, of)
+            for name in ("to_slots_kernel", "kv_write_kernel")
+            for of in ("sm_90", "sm_100")
+        }
+        assert (int(warps) > 0, 8 < int(registers) < 256) == (True, True)
+        assert (int(shared), int(spilled)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "told"),
+    [
+        (("aot", "--arch", "sm_80"), {}, "sm_80; works: sm_100, sm_90"),
+        (("aot", "-k", "no such"), {}, "no case has 'no such' in its name"),
+        (("aot",), {"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set"),
+    ],
+)
+def test_aot_says_what_is_wrong(
+    words: tuple[str, ...], variables: dict[str, str], told: str
+) -> None:
+    pytest.importorskip("triton")
+    done = python("-c", AOT, *words, **variables)
+    assert done.returncode == 2
+    assert told in " ".join(done.stderr.replace("│", " ").split())
+
+
+def reasons(stage: str, layer: LayerSpec = LAYER, **more: Any) -> dict[str, list[str]]:
+    found = stages.candidates(stage, layer, DECODE, deployment(**more))
+    return {
+        each.provider: [r.reason for r in each.refusals] if isinstance(each, Rejected) else []
+        for each in found
+    }
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates without triton: reasons alone are of interest."""
+    monkeypatch.setattr(stages, "_own_call", lambda stage, layer: lambda *args: None)
+    monkeypatch.setattr(stages, "_against", lambda *args: ())
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_peers_come_before_us_with_every_reason() -> None:
+    found = reasons("sparse_mla", replace(LAYER, kv_lora_rank=256), dtype="float32")
+    assert list(found) == ["FlashMLA", "triton"]
+    told = " ".join(found["FlashMLA"])
+    for part in ("256 and 64", "bfloat16, not float32", "flash_mla is not installed", "by rule"):
+        assert part in told
+    assert found["triton"] == []
+    chosen = reasons("select")
+    assert list(chosen) == ["FlashInfer", "DeepGEMM", "triton"]
+    assert "lowest position" in chosen["FlashInfer"][0]
+    assert "FP8 instructions" in chosen["DeepGEMM"][0]
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_stages_that_nobody_serves_are_left_to_core() -> None:
+    assert stages.candidates("attn_output", LAYER, DECODE, deployment()) == ()
+    assert stages.candidates("verify_and_sample", None, DECODE, deployment()) == ()
+
+
+def test_each_stage_with_peers_has_a_rule_everywhere() -> None:
+    for peer in PEERS:
+        for arch in ("sm_90", "sm_100"):
+            for rows in (0, 1, 64, 10**6):
+                assert rule_for(peer.stage, arch, rows).rows <= max(1, rows)
+    with pytest.raises(KeyError, match="sm_80"):
+        rule_for("select", "sm_80", 1)
+    assert all(rule.measured for rule in RULES)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hypothesis import settings
 
 # No deadline: a busy machine is not a failure. Derandomised: every run tries the same examples.
 settings.register_profile("ml4core", deadline=None, derandomize=True)
 settings.load_profile("ml4core")
+
+# A job in the background ignores SIGINT, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

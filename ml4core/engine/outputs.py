@@ -16,7 +16,9 @@ class DraftCounts:
     Attributes:
         drafts: times that a request was drafted for and its drafts were judged.
         draft_tokens: drafts that were judged.
-        accepted: by place in the window, drafts that were accepted there.
+        accepted: by place in the window, drafts that were accepted there. Those that stand at or
+            behind the last token that the request takes aren't counted: a window gives one token
+            more than it counts.
     """
 
     drafts: int = 0

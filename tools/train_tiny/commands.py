@@ -28,6 +28,7 @@ from tools.train_tiny.model import TinyModel
 from tools.train_tiny.phases import DraftPhase, IndexPhase, MainPhase, Phase, Settings, SparsePhase
 from tools.train_tiny.ranks import Ranks, join
 from tools.train_tiny.retrieval import FILE, Needles, write_needles
+from tools.train_tiny.rounding import round_
 
 COURSE = ("sparse", "indexer", "main")
 """Phases that leave a whole model, the latest first."""
@@ -57,6 +58,7 @@ def train(args: Namespace, started: float) -> dict[str, Any]:
         phase = MainPhase(settings, corpus, model, ranks)
     elif args.command == "draft":
         _load_model(args.run, model, COURSE)
+        round_(model)
         drafter = Drafter(shape.draft).to(device)
         own = _own_words(args, model, corpus, ranks)
         if device.type == "cuda" and not args.no_compile:
@@ -103,6 +105,8 @@ def measure(args: Namespace, started: float) -> dict[str, Any]:
     shape = load_shape(args.shape)
     model = TinyModel(shape.model).to(device).eval().requires_grad_(False)
     name = _load_model(args.run, model, COURSE)
+    if name == "sparse":
+        round_(model)  # figures are of what is shipped
     model.stretch(True)
     forms = (False, True) if name != "main" and shape.model.index_owners else (False,)
     corpus = Corpus.load(args.corpus, "valid")
@@ -139,6 +143,7 @@ def measure(args: Namespace, started: float) -> dict[str, Any]:
     if (args.run / "draft.pt").is_file():
         drafter = Drafter(shape.draft).to(device)
         drafter.load_state_dict(state.load(args.run / "draft.pt", device)["modules"]["drafter"])
+        round_(drafter)
         jobs += [
             ("acceptance", part, partial(_acceptance, model, drafter, corpus, part, dtype))
             for part in args.parts or DRAFTED_PARTS

@@ -87,8 +87,9 @@ def run(
             if what == SAVE:
                 _save(phase, path, step)
                 saved = time.monotonic()
-            loss, metrics = phase.loss(step)
-            loss.backward()
+            with phase.as_shipped(step):
+                loss, metrics = phase.loss(step)
+                loss.backward()
             ranks.average(p.grad for p in params if p.grad is not None)
             norm = torch.nn.utils.clip_grad_norm_(params, CLIP)
             phase.optimizers.step(phase.factor(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from tools.train_tiny.optim import MATRIX_DECAY, Optimizers, make_optimizers, ra
 from tools.train_tiny.own_words import Words, spoken
 from tools.train_tiny.ranks import Ranks
 from tools.train_tiny.rotary import Places
+from tools.train_tiny.rounding import rounded
 
 BALANCE = 0.01
 """Weight of the load-balancing loss."""
@@ -92,6 +94,12 @@ class Phase:
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         raise NotImplementedError
+
+    def as_shipped(self, step: int) -> AbstractContextManager[None]:
+        """Around a step's loss and gradient: the weights as the shipped format holds them, where
+        the phase is the last that they learn in.
+        """
+        return nullcontext()
 
     def draw(self, step: int) -> None:
         """Seed this step's random choices, so that a resumed run draws as an unbroken one."""
@@ -201,6 +209,9 @@ class SparsePhase(IndexPhase):
         )
         self.token_loss = compiled(token_loss, self.device)
 
+    def as_shipped(self, step: int) -> AbstractContextManager[None]:
+        return rounded(self.model)
+
     def loss(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         self.draw(step)
         ids, targets, weights = self.batches.window(self.windows(step), assistant_only=True)
@@ -258,6 +269,10 @@ class DraftPhase(Phase):
             drafter.named_parameters(), settings.scale, settings.weight_decay
         )
         self.draft_loss = compiled(draft_loss, self.device)
+
+    def as_shipped(self, step: int) -> AbstractContextManager[None]:
+        half = self.settings.steps // 2
+        return rounded(self.drafter) if step >= half else nullcontext()
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         self.draw(step)

@@ -49,9 +49,8 @@ def test_rounded_weights_are_those_that_quantising_stores(pair, shape, tmp_path)
 def test_what_learns_is_not_rounded(pair):
     for module in pair:
         before = copy.deepcopy(module.state_dict())
-        with pytest.raises(KeyError), rounded(module):
+        with rounded(module):
             changed = [n for n, p in module.named_parameters() if not torch.equal(p, before[n])]
-            raise KeyError
         assert len(changed) > 10
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 

@@ -228,7 +228,7 @@ class EngineCore:
             request = item.request
             new, reason = take(request, made)
             if item.window:
-                self._count(item, len(made) - 1)
+                self._count(item, len(new) - 1)  # what the request takes, no more
                 if self.kv.caching:
                     self.kv.cache(request)
             if reason is not None:

@@ -16,14 +16,12 @@ from torch import nn
 from ml4core.api import Deployment, StepOutput
 from ml4core.cpu.backend import CpuBackend
 from ml4core.engine import resolve
-from ml4core.engine.kv_pool import plan_pools
 from ml4core.engine.runner import ModelRunner
-from ml4core.engine.sequence import Sequence
-from ml4core.engine.step_plan import build_plan
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.dspark import with_drafter
 from ml4core.models.tensors import load_model_spec
 from ml4core.models.weights import load_layers
+from support.stepping import Sequence, build_plan, plan_pools
 
 ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:

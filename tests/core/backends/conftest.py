@@ -25,10 +25,15 @@ def record(request: pytest.FixtureRequest) -> PluginRecord:
     return _record(request.param)
 
 
-@pytest.fixture(params=["rocm", "tpu"])
+@pytest.fixture(params=["tpu"])
 def kernelless(request: pytest.FixtureRequest) -> PluginRecord:
     """Those without kernels yet."""
     return _record(request.param)
+
+
+@pytest.fixture
+def rocm() -> PluginRecord:
+    return _record("rocm")
 
 
 @pytest.fixture

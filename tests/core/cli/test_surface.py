@@ -35,7 +35,7 @@ ENGINE_FLAGS = """
 --no-enable-ep-weight-filter --no-enable-expert-parallel --no-enable-prefix-caching
 --no-enforce-eager --no-headless --node-rank --pipeline-parallel-size
 --prefill-context-parallel-size --quantization --reasoning-parser --revision --scheduling-policy
---seed --served-model-name --speculative-config --tensor-parallel-size --tokenizer
+--seed --served-model-name --speculative-config --step-timeout-s --tensor-parallel-size --tokenizer
 --tokenizer-mode --tool-call-parser -dcp -dp -ep -n -pcp -pp -r -tp
 """
 

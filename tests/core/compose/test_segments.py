@@ -9,8 +9,7 @@ from ml4core.compose.grid import Grid
 from ml4core.compose.hadamard import hadamard
 from ml4core.compose.segments import Piece, pieces
 from ml4core.engine.block_pool import BlockPool
-from ml4core.engine.sequence import Sequence
-from ml4core.engine.step_plan import build_plan
+from support.stepping import Sequence, build_plan
 
 
 def mixed_plan():

@@ -269,6 +269,7 @@ def make(
     seed: int = 0,
     buckets: StepBuckets | None = None,
     skill: float = 0.5,
+    wrap: Callable[[Any], Any] = lambda runner: runner,
     **config: Any,
 ) -> Rig:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 16} | config
@@ -278,7 +279,7 @@ def make(
     kv = KVManager(groups, pools, block_size, step_rows=step_rows, caching=caching)
     runner = NullRunner(kv, depth=settings.get("drafts", 0), skill=skill)
     core = EngineCore(
-        runner,
+        wrap(runner),
         kv,
         SchedulerConfig(**settings),
         vocab_size=VOCAB,

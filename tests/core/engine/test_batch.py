@@ -12,8 +12,7 @@ from ml4core.engine.batch import FIRST_SLOTS, BatchState, in_row_order
 from ml4core.engine.request import Request
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.engine.scheduler import Work
-from ml4core.engine.sequence import Sequence
-from ml4core.engine.step_plan import build_plan
+from support.stepping import Sequence, build_plan
 
 BLOCK = 4
 GROUPS = ("latent", "index")

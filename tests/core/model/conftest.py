@@ -11,14 +11,12 @@ import torch
 from ml4core.api import Deployment, ModelSpec, StepOutput
 from ml4core.cpu.backend import CpuBackend
 from ml4core.engine import resolve
-from ml4core.engine.kv_pool import plan_pools
 from ml4core.engine.runner import ModelRunner
-from ml4core.engine.sequence import Sequence
-from ml4core.engine.step_plan import build_plan
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.seeded import make_seeded
 from ml4core.models.tensors import load_model_spec
 from ml4core.models.weights import load_layers
+from support.stepping import Sequence, build_plan, plan_pools
 
 TOPK = 16
 

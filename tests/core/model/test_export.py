@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from ml4core.engine.step_plan import build_plan
 from ml4core.models.mistral_large4 import forward
+from support.stepping import build_plan
 
 
 def clone(tree):

@@ -15,13 +15,12 @@ from ml4core.compose.contract import CheckedOp, ContractError, FirstStep
 from ml4core.compose.ops import COMPOSED
 from ml4core.cpu.backend import CpuBackend
 from ml4core.engine import resolve
-from ml4core.engine.kv_pool import plan_pools
 from ml4core.engine.runner import ModelRunner
-from ml4core.engine.step_plan import build_plan
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.mistral_large4 import forward
 from ml4core.models.tensors import load_model_spec
 from ml4core.models.weights import load_layers
+from support.stepping import build_plan, plan_pools
 
 from .conftest import Rig
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ml4core.engine.kv_pool import plan_pools
+from support.stepping import plan_pools
 
 
 def test_consumers_own_no_storage_and_pools_hold_what_the_table_says(rig):

@@ -26,13 +26,11 @@ from ml4core.compose.attention import select, sparse_mla
 from ml4core.compose.context import StageContext
 from ml4core.cpu import ml4core_backends
 from ml4core.engine.collectives import SingleRank
-from ml4core.engine.kv_pool import plan_pools
 from ml4core.engine.runner import ModelRunner
-from ml4core.engine.sequence import Sequence
-from ml4core.engine.step_plan import build_plan
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.tensors import load_model_spec
 from ml4core.models.weights import load_layers
+from support.stepping import Sequence, build_plan, plan_pools
 
 Schedule = Callable[[int, int, int], int]
 """(prompt, step, tokens left) -> rows that the prompt computes in this step; 0 skips it."""

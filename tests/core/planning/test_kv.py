@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ml4core.engine.kv_pool import plan_pools
 from ml4core.planning import kv
 from ml4core.planning.model import published_model
 from ml4core.planning.plan import row_bytes
+from support.stepping import plan_pools
 
 SPEC = published_model().spec
 PAGE = 64

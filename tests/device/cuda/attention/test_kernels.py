@@ -37,8 +37,7 @@ def test_splits_join_to_the_whole(
 
     draw = torch.Generator().manual_seed(splits)
     cache = latents(device, 16, draw)
-    chunk = -(-160 // splits // 32) * 32 if splits > 1 else 160
-    tiling = module.Tiling(16, 32, -(-160 // chunk), chunk, 4, 2)
+    tiling = module.Tiling(16, 32, splits, 4, 2)
     monkeypatch.setattr(module, "tiling", lambda *sizes: tiling)
     q = torch.randn(3, 8, 576, generator=draw).bfloat16()
     slots = torch.stack([torch.randperm(256, generator=draw)[:160] for _ in range(3)]).int()

@@ -1,0 +1,230 @@
+"""A step that never ends stops the engine, and whoever called it goes on."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ml4core.api import FaultError, Segment, StepShape
+from ml4core.engine import deadline
+from ml4core.engine.args import EngineArgs
+from ml4core.engine.deadline import FIRST, TimedSteps
+from ml4core.engine.llm import open_engine
+from ml4core.engine.sampling_params import SamplingParams
+from ml4core.models.seeded import make_seeded
+from ml4core.registry import select
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+LIMIT_S = 0.2
+"""Of a step that is meant to be late; others get minutes."""
+LONG_S = 300.0
+
+
+class Stalling:
+    """A runner of which one call does not end before ``released``.
+
+    Attributes:
+        at: the number of the launch, or of the result, that stalls.
+        polls: whether it looks again and again, or sleeps.
+    """
+
+    def __init__(self, runner: Any, call: str, at: int, polls: bool) -> None:
+        self.runner = runner
+        self.call, self.at, self.polls = call, at, polls
+        self.released = threading.Event()
+        self.steps = 0
+
+    def launch(self, step: Any) -> Any:
+        self.steps += 1
+        if self.call == "launch":
+            self.pass_by(self.steps)
+        return self.runner.launch(step)
+
+    def pass_by(self, number: int) -> None:
+        if number != self.at:
+            return
+        if not self.polls:
+            self.released.wait()
+        while not self.released.is_set():
+            time.sleep(0.001)
+
+
+class StalledResult(Stalling):
+    """Handles are the honest ones, with a result that stalls."""
+
+    def launch(self, step: Any) -> Any:
+        handle, number = super().launch(step), self.steps
+        result = handle.result
+
+        def stalled() -> Any:
+            self.pass_by(number)
+            return result()
+
+        handle.result = stalled
+        return handle
+
+
+@pytest.fixture
+def stalled() -> Iterator[Callable[..., tuple[Any, Callable[[Any], TimedSteps]]]]:
+    """Makes a runner that stalls, and steps whose limits are short from the stall on."""
+    made: list[tuple[Stalling, TimedSteps]] = []
+
+    def make(call: str, at: int, polls: bool) -> Callable[[Any], TimedSteps]:
+        def wrap(runner: Any) -> TimedSteps:
+            kind = StalledResult if call == "result" else Stalling
+            slow = kind(runner, call, at, polls)
+            steps = TimedSteps(slow, LIMIT_S / FIRST)  # all of its shapes are new
+            made.append((slow, steps))
+            return steps
+
+        return wrap
+
+    yield made, make  # type: ignore[misc]
+    for slow, steps in made:
+        slow.released.set()
+        assert steps.close(), "its thread ends once the call does"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_in_time_nothing_changes(make_rig: Any, expect: Any, overlap: bool) -> None:
+    steps: list[TimedSteps] = []
+
+    def wrap(runner: Any) -> TimedSteps:
+        steps.append(TimedSteps(runner, LONG_S))
+        return steps[0]
+
+    rig = make_rig(overlap=overlap, wrap=wrap)
+    for name in "ab":
+        rig.core.add_request(name, [7, 8, 9, len(name)], GREEDY)
+    rig.run()
+    for name in "ab":
+        assert rig.tokens[name, 0] == expect([7, 8, 9, len(name)], GREEDY)
+    rig.assert_empty()
+    assert steps[0].close()
+    assert steps[0].close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("polls", [False, True])
+@pytest.mark.parametrize("call", ["launch", "result"])
+def test_a_step_that_never_ends_stops_the_engine(
+    make_rig: Any, expect: Any, stalled: Any, call: str, polls: bool, overlap: bool
+) -> None:
+    made, make = stalled
+    rig = make_rig(overlap=overlap, wrap=make(call, 4, polls))
+    slow, steps = made[0]
+    # A busy machine must not make honest steps late.
+    steps._seconds = LONG_S
+    for name in "ab":
+        rig.core.add_request(name, [7, 8, 9, len(name)], GREEDY)
+    while slow.steps < 3:
+        rig.step()
+    steps._seconds = LIMIT_S / FIRST
+    for _ in range(3):
+        rig.step()
+        if rig.core.fault is not None:
+            break
+    fault = rig.core.fault
+    assert fault.code == "timeout"
+    assert fault.step == 4
+    assert f"the {call} of a step did not end within" in fault.message
+    assert Path(__file__).name in fault.message, "says no place"
+    assert "--step-timeout-s" in fault.message
+    for name in "ab":
+        assert rig.ends[name, 0] == "error"
+        got = rig.tokens[name, 0]
+        assert len(got) <= 3
+        assert got == expect([7, 8, 9, len(name)], GREEDY)[: len(got)]
+    launched = slow.steps
+    for refused in (rig.core.step, lambda: rig.core.add_request("c", [1], GREEDY)):
+        with pytest.raises(FaultError, match="did not end within"):
+            refused()
+    assert slow.steps == launched
+    rig.assert_empty()
+    assert not steps.close(), "the call is still inside"
+    slow.released.set()
+    steps._worker._thread.join()
+    assert steps.close()
+    assert rig.core.fault is fault
+
+
+def test_a_new_shape_may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "MAX_PROGRAMS", 2)
+    steps = TimedSteps(object(), 3.0)  # type: ignore[arg-type]
+    none = Segment(0, 0, 0)
+    a, b, c = (StepShape(Segment(n, n, 1), none, none, (), n) for n in (1, 2, 3))
+    limits = [steps._limit(shape) for shape in (a, a, b, a, c, b, c)]
+    assert limits == [3.0 * n for n in (FIRST, 1, FIRST, 1, FIRST, FIRST, 1)]
+
+
+def test_errors_are_the_callers(make_rig: Any) -> None:
+    rig = make_rig(wrap=lambda runner: TimedSteps(runner, LONG_S))
+    rig.runner.fail_at, rig.runner.error = 2, ValueError("odd")
+    rig.core.add_request("a", [1, 2], GREEDY)
+    for _ in range(3):
+        if rig.core.fault is None:
+            rig.step()
+    assert rig.core.fault.code == "exception"
+    assert rig.core.cause is rig.runner.error
+    assert "conftest.py" in rig.core.fault.message
+
+
+class Thing:
+    pass
+
+
+def test_nothing_of_a_call_is_kept() -> None:
+    worker = deadline._Worker(deadline.torch.device("cpu"))
+    thing = Thing()
+    seen = weakref.ref(thing)
+    assert worker.call(LONG_S, lambda one: type(one), thing) is Thing
+    del thing
+    worker.call(LONG_S, int)  # the thread has come round
+    assert seen() is None
+    assert worker.close(LONG_S)
+
+
+def test_a_thread_ends_with_its_owner() -> None:
+    worker = deadline._Worker(deadline.torch.device("cpu"))
+    thread = worker.call(LONG_S, threading.current_thread)
+    assert thread.daemon
+    del worker
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+
+
+def test_an_interruption_waits_for_the_call() -> None:
+    worker = deadline._Worker(deadline.torch.device("cpu"))
+    done: list[bool] = []
+
+    def work() -> None:
+        _thread.interrupt_main()
+        time.sleep(0.05)
+        done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        worker.call(LONG_S, work)
+    assert done == [True]
+    assert worker.call(LONG_S, int) == 0
+    assert worker.close(LONG_S)
+
+
+def test_the_flag_sets_it(tmp_path: Path) -> None:
+    folder = make_seeded(tmp_path / "model", seed=0)
+    threads = []
+    for seconds in (0, 120.0):
+        args = EngineArgs(str(folder), step_timeout_s=seconds, max_model_len=64)
+        engine = open_engine(args, choice=select("cpu"))
+        engine.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=2))
+        threads.append("ml4core-steps" in {thread.name for thread in threading.enumerate()})
+        engine.close()
+        engine.close()
+    assert threads == [False, True]
+    assert "ml4core-steps" not in {thread.name for thread in threading.enumerate()}

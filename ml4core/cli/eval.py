@@ -14,7 +14,7 @@ import typer
 from ml4core.cli import output, streams
 from ml4core.cli.exits import UsageError
 from ml4core.engine.args import EngineArgs
-from ml4core.evaluation.parts import PARTS, WEIGHTS
+from ml4core.evaluation.parts import DEFAULT_PARTS, PARTS, WEIGHTS
 from ml4core.models.embedded import EMBEDDED
 
 STDOUT = "-"
@@ -27,7 +27,7 @@ def evaluate(
         typer.Argument(
             help="ppl: perplexity by form of the weights and layout of the cache. retrieval: "
             "numbers found in long prompts. tools: calls and JSON. draft: accepted drafts. "
-            "Default: all.",
+            "speed: of one request with drafts and without. Default: all but speed.",
             metavar=f"[{'|'.join(PARTS)}]...",
             show_default=False,
         ),
@@ -121,7 +121,7 @@ def _split(args: EngineArgs, named: Sequence[str]) -> tuple[EngineArgs, tuple[st
             f"{unknown[0]}: no such part; works: {', '.join(PARTS)}, behind the model "
             "if one is named"
         )
-    return args, tuple(one for one in PARTS if not words or one in words)
+    return args, tuple(one for one in PARTS if one in words) or DEFAULT_PARTS
 
 
 def _check_target(flag: str, value: str | Path | None) -> None:

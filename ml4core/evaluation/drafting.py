@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ml4core.engine.args import EngineArgs
@@ -11,6 +12,7 @@ from ml4core.engine.outputs import DraftCounts
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.evaluation import tool_calls
 from ml4core.evaluation.opened import Tell, batches, opened
+from ml4core.serving.outputs import RequestOutput
 from ml4core.serving.tokenizer import Tokenizer
 
 LENGTH = 1024
@@ -20,6 +22,7 @@ OPENING = 64
 """Tokens of a text that is gone on with."""
 PROMPTS = 6
 """Of each kind."""
+DEFAULT_CONFIG: Mapping[str, Any] = MappingProxyType({"method": "dspark"})
 
 STORIES = (
     "Tell me a story about a rabbit named Pip.",
@@ -65,25 +68,24 @@ def measure(
     """At most ``limit`` prompts of each kind. Without --speculative-config the drafter's own depth
     holds. Raises as ``open_engine`` does, if the checkpoint has no drafter.
     """
-    chosen = _prompts(tokenizer, texts)
-    kinds = {kind: some[: min(limit or PROMPTS, PROMPTS)] for kind, some in chosen.items()}
-    config: Mapping[str, Any] = args.speculative_config or {"method": "dspark"}
+    kinds = {
+        kind: some[: min(limit or PROMPTS, PROMPTS)]
+        for kind, some in prompts(tokenizer, texts).items()
+    }
+    config: Mapping[str, Any] = args.speculative_config or DEFAULT_CONFIG
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0)
     found, done = [], 0
     total = sum(map(len, kinds.values()))
     with opened(args, LENGTH, speculative_config=config) as llm:
-        for kind, prompts in kinds.items():
-            counts = DraftCounts()
-            before = done
-            for output in batches(
+        for kind, some in kinds.items():
+            outputs = batches(
                 llm,
-                prompts,
+                some,
                 params,
-                lambda some, before=before: tell("drafts", before + some, total),  # type: ignore[misc]
-            ):
-                if (drafts := output.outputs[0].drafts) is not None:
-                    counts.merge(drafts)
-            done += len(prompts)
+                lambda count, before=done: tell("drafts", before + count, total),  # type: ignore[misc]
+            )
+            counts = counts_of(outputs)
+            done += len(some)
             found.append(
                 Acceptance(
                     kind,
@@ -95,7 +97,18 @@ def measure(
     return found
 
 
-def _prompts(tokenizer: Tokenizer, texts: Mapping[str, str]) -> dict[str, list[list[int]]]:
+def counts_of(outputs: Iterable[RequestOutput]) -> DraftCounts:
+    """Of all answers together."""
+    counts = DraftCounts()
+    for output in outputs:
+        if (drafts := output.outputs[0].drafts) is not None:
+            counts.merge(drafts)
+    return counts
+
+
+def prompts(tokenizer: Tokenizer, texts: Mapping[str, str]) -> dict[str, list[list[int]]]:
+    """Token ids by kind of text: beginnings of chats, and of ``texts`` by their names."""
+
     def chat(text: str) -> list[int]:
         return tokenizer.encode_chat([{"role": "user", "content": text}])
 

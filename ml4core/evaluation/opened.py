@@ -29,9 +29,8 @@ def context_of(args: EngineArgs, spec: ModelSpec) -> int:
 def opened(args: EngineArgs, length: int, **flags: Any) -> Iterator[LLM]:
     """The model, for contexts up to ``length`` tokens; ``flags`` take the place of those given."""
     sequences = args.max_num_seqs or max(1, min(SEQUENCES, SEQUENCES * 1024 // length))
-    with LLM.from_engine_args(
-        replace(args, max_model_len=length, max_num_seqs=sequences, **flags)
-    ) as llm:
+    flags = {"max_model_len": length, "max_num_seqs": sequences, **flags}
+    with LLM.from_engine_args(replace(args, **flags)) as llm:
         yield llm
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-PARTS = ("ppl", "retrieval", "tools", "draft")
+PARTS = ("ppl", "retrieval", "tools", "draft", "speed")
 """In the order in which they run: perplexity, numbers found in long prompts, tool calls and JSON,
-accepted drafts.
+accepted drafts, and the time that these save.
 """
+
+DEFAULT_PARTS = PARTS[:-1]
+"""Those whose figures are the same on every machine."""
 
 WEIGHTS = ("bf16", "fp8_block", "nvfp4", "mxfp4", "mxfp4-floor", "mxfp4-roundup", "mxfp4-ceil")
 """Forms that a checkpoint is converted to, to see what that costs: ``nvfp4`` and ``mxfp4`` of the

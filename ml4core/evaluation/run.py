@@ -12,14 +12,14 @@ from ml4core.api import Capabilities, ModelSpec, Refused
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.backend_choice import choose_backend
 from ml4core.engine.errors import RequestError
-from ml4core.evaluation import drafting, perplexity, retrieval, texts, tool_calls
+from ml4core.evaluation import drafting, perplexity, retrieval, speed, texts, tool_calls
 from ml4core.evaluation.opened import Tell, context_of
 from ml4core.evaluation.parts import (
     CONVERTED_BYTES,
     DEFAULT_LENGTHS,
+    DEFAULT_PARTS,
     DEFAULT_WEIGHTS,
     FULL_LENGTHS,
-    PARTS,
 )
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.dspark import with_drafter
@@ -44,7 +44,7 @@ class Options:
         full: the longest prompts too.
     """
 
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = DEFAULT_PARTS
     text: Path | None = None
     weights: tuple[str, ...] | None = None
     lengths: tuple[int, ...] = ()
@@ -85,6 +85,9 @@ def measure(args: EngineArgs, options: Options, tell: Tell) -> dict[str, Any]:
         ]
     if "draft" in options.parts:
         facts["draft"] = _drafts(args, options, checkpoint, spec, tokenizer, given, tell)
+    if "speed" in options.parts:
+        found_speed = speed.measure(args, tokenizer, given, options.limit, tell)
+        facts["speed"] = [asdict(one) for one in found_speed]
     facts["seconds"] = round(time.monotonic() - started[0], 1)
     facts["cpu_seconds"] = round(time.process_time() - started[1], 1)
     return facts

@@ -21,7 +21,13 @@ class Table:
 
 def tables(facts: Facts) -> list[Table]:
     """One for each part that was measured."""
-    made = {"ppl": perplexity, "retrieval": retrieval, "tools": tools, "draft": drafts}
+    made = {
+        "ppl": perplexity,
+        "retrieval": retrieval,
+        "tools": tools,
+        "draft": drafts,
+        "speed": speed,
+    }
     return [make(facts[part]) for part, make in made.items() if facts.get(part)]
 
 
@@ -93,6 +99,22 @@ def drafts(found: Sequence[Facts]) -> Table:
     heads = (f"place {place + 1}" for place in range(places))
     columns = ("text", "windows", "tokens a window", *heads)
     return Table("Accepted drafts at temperature 0", columns, tuple(rows))
+
+
+def speed(found: Sequence[Facts]) -> Table:
+    rows = []
+    for one in found:
+        rates = [f"{one[name]['median']:.1f}" for name in ("plain", "drafted")]
+        ratios = [
+            f"{one[name]['median']:.2f} [{one[name]['low']:.2f} .. {one[name]['high']:.2f}]"
+            for name in ("ratio", "cpu_ratio")
+        ]
+        alike = "yes" if one["alike"] else "no"
+        rows.append((one["kind"], f"{one['length']:.2f}", *rates, *ratios, alike))
+    columns = (
+        "text", "tokens a window", "tokens/s", "with drafts", "ratio", "by CPU time", "same tokens",
+    )  # fmt: skip
+    return Table("Speed of one request with drafts and without", columns, tuple(rows))
 
 
 def markdown(table: Table) -> str:

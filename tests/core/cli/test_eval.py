@@ -10,7 +10,7 @@ import pytest
 
 import ml4core.evaluation.run
 from ml4core.engine.args import EngineArgs
-from ml4core.evaluation.parts import PARTS
+from ml4core.evaluation.parts import DEFAULT_PARTS
 from ml4core.evaluation.run import Options
 
 FACTS = {
@@ -37,10 +37,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineArgs, Options]]:
 @pytest.mark.parametrize(
     ("words", "model", "parts"),
     [
-        ([], "ml4-tiny", PARTS),
+        ([], "ml4-tiny", DEFAULT_PARTS),
         (["ppl"], "ml4-tiny", ("ppl",)),
         (["draft", "ppl"], "ml4-tiny", ("ppl", "draft")),
-        (["./m"], "./m", PARTS),
+        (["./m"], "./m", DEFAULT_PARTS),
         (["./m", "tools", "retrieval"], "./m", ("retrieval", "tools")),
         (["./ppl", "ppl"], "./ppl", ("ppl",)),
     ],
@@ -79,7 +79,7 @@ def test_json_alone(ml4: Any, asked: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["ppl", "speed"], "speed: no such part; works: ppl, retrieval, tools, draft"),
+        (["ppl", "mood"], "mood: no such part; works: ppl, retrieval, tools, draft, speed"),
         (["ppl", "./m"], "./m: no such part"),
         (["--weights", "int4"], "--weights int4: no such form; works: bf16, fp8_block"),
         (["--full", "--length", "512"], "--full: contradicts --length"),

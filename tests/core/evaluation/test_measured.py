@@ -11,12 +11,13 @@ import pytest
 
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
-from ml4core.evaluation import perplexity
+from ml4core.evaluation import drafting, perplexity, speed
 from ml4core.evaluation.parts import WEIGHTS
 from ml4core.evaluation.run import Options, measure
 from ml4core.models.quantize_options import DEFAULT_PARTS
 from ml4core.models.seeded import make_seeded
 from ml4core.serving.outputs import Logprob
+from ml4core.serving.tokenizer import Tokenizer
 
 Told = list[tuple[str, int, int]]
 SMALL: dict[str, Any] = {
@@ -101,6 +102,24 @@ def test_no_drafter_is_no_figure_unless_it_alone_is_asked_for(small: EngineArgs)
     assert facts["draft"] is None
     with pytest.raises(CheckpointError, match="--speculative-config"):
         measure(small, Options(parts=("draft",)), _silent)
+
+
+def test_speed_is_of_the_same_tokens_with_drafts_and_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def prompts(tokenizer: Tokenizer, texts: Any) -> dict[str, list[list[int]]]:
+        return {"chat": [tokenizer.encode_chat([{"role": "user", "content": "What is 2 + 3?"}])]}
+
+    monkeypatch.setattr(drafting, "prompts", prompts)
+    monkeypatch.setattr(drafting, "TOKENS", 9)
+    facts = measure(EngineArgs("ml4-tiny"), Options(parts=("speed",)), _silent)
+    (one,) = facts["speed"]
+    assert one["alike"]
+    assert 1 < one["length"] <= 4
+    assert 0 < one["tokens"] <= 9
+    assert one["ratio"]["repeats"] == speed.TURNS
+    for name in ("plain", "drafted", "ratio", "cpu_ratio"):
+        assert 0 < one[name]["low"] <= one[name]["median"] <= one[name]["high"]
 
 
 @pytest.mark.parametrize("length", [100, 225])

@@ -44,6 +44,12 @@ FACTS: dict[str, Any] = {
     ],
 }
 
+SPREAD = {"median": 1.5, "low": 1.25, "high": 2.0, "repeats": 3}
+SPEED: dict[str, Any] = {
+    "kind": "stories", "tokens": 90, "alike": True, "length": 2.5,
+    "plain": SPREAD, "drafted": SPREAD, "ratio": SPREAD, "cpu_ratio": SPREAD,
+}  # fmt: skip
+
 
 def test_tables() -> None:
     perplexity, retrieval, tools, drafts = tables(FACTS)
@@ -65,6 +71,16 @@ def test_tables() -> None:
     )
     for table in (perplexity, retrieval, tools, drafts):
         assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+def test_the_table_of_speeds() -> None:
+    (table,) = tables({"speed": [SPEED, {**SPEED, "alike": False}]})
+    ratio = "1.50 [1.25 .. 2.00]"
+    assert table.rows == (
+        ("stories", "2.50", "1.5", "1.5", ratio, ratio, "yes"),
+        ("stories", "2.50", "1.5", "1.5", ratio, ratio, "no"),
+    )
+    assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
 def test_what_was_not_measured_has_no_table() -> None:

@@ -3,11 +3,13 @@
 #   PIP_ARGS="--index-url …"  more arguments for every `pip install`
 #   PYTEST_ARGS="-k name"     more arguments for pytest
 #   BENCH_ARGS="MODEL"        more arguments for `make bench`
+#   SERVE_ARGS="MODEL"        more arguments for `make run-server`
 
 PYTHON ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SERVE_ARGS ?=
 
 BIN := .venv/bin
 PROJECTS := . backends/cuda backends/rocm backends/tpu conformance
@@ -17,13 +19,19 @@ SIBLINGS = $(patsubst %,-e %,$(filter-out .,$(PROJECTS)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-full lint bench wheels
+.PHONY: help run run-server soak test test-full lint bench wheels
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
 run: .venv/.installed ## let the shipped model tell a story
 	$(BIN)/ml4 generate --prompt "Tell me a story about a rabbit named Pip." --max-tokens 300
+
+run-server: .venv/.installed-serve ## serve the shipped model at http://127.0.0.1:8000/v1
+	$(BIN)/ml4 serve --enable-prefix-caching --speculative-config '{"method": "dspark"}' $(SERVE_ARGS)
+
+soak: .venv/.installed-dev ## 200 clients for five minutes: cancels, slow readers, bad requests
+	$(BIN)/pytest -m slow tests/serving/test_load.py $(PYTEST_ARGS)
 
 test: .venv/.installed-dev ## run the tests, but for the slow ones and those that need the internet
 	$(BIN)/pytest -m "not slow and not network" $(PYTEST_ARGS)
@@ -51,7 +59,11 @@ wheels: .venv/.installed-dev ## build the wheels of the five distributions into 
 	@touch $@
 
 .venv/.installed-dev: .venv/.created $(MANIFESTS)
-	$(PIP_INSTALL) --no-build-isolation -e '.[test,lint]' $(SIBLINGS)
+	$(PIP_INSTALL) --no-build-isolation -e '.[serve,test,lint]' $(SIBLINGS)
+	@touch $@ .venv/.installed .venv/.installed-serve
+
+.venv/.installed-serve: .venv/.created $(MANIFESTS)
+	$(PIP_INSTALL) --no-build-isolation -e '.[serve]' $(SIBLINGS)
 	@touch $@ .venv/.installed
 
 .venv/.created:

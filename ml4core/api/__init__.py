@@ -5,7 +5,7 @@ import.
 from ml4core.api.backend import Backend, Device, DeviceKind, ModelPart, Probe, Session
 from ml4core.api.capabilities import VOCABULARY, Capabilities
 from ml4core.api.collectives import Collectives
-from ml4core.api.deployment import Deployment
+from ml4core.api.deployment import CORE_SWITCHES, Deployment
 from ml4core.api.faults import Fault, FaultError
 from ml4core.api.hookspecs import BACKENDS_GROUP, COMMANDS_GROUP, PROJECT, hookimpl, hookspec
 from ml4core.api.layouts import KVCache, KVField, KVLayout, KVPart
@@ -21,7 +21,13 @@ from ml4core.api.model import (
 )
 from ml4core.api.op_spec import Arg, OpSpec
 from ml4core.api.ops import OPS
-from ml4core.api.refusal import Refusal, Refused, refuse_missing, undeclared
+from ml4core.api.refusal import (
+    Refusal,
+    Refused,
+    refuse_missing,
+    undeclared,
+    unknown_switches,
+)
 from ml4core.api.speculation import (
     DRAFT_GROUP,
     DRAFT_SALT,
@@ -68,6 +74,7 @@ __all__ = [
     "API_VERSION",
     "BACKENDS_GROUP",
     "COMMANDS_GROUP",
+    "CORE_SWITCHES",
     "DRAFT_GROUP",
     "DRAFT_SALT",
     "DRAFT_WEIGHTS",
@@ -137,4 +144,5 @@ __all__ = [
     "hookspec",
     "refuse_missing",
     "undeclared",
+    "unknown_switches",
 ]

@@ -62,6 +62,9 @@ class Probe:
 class Backend(Protocol):
     """What ``ml4core_backends`` returns. Making one imports no vendor library and touches no
     device.
+
+    It may have ``reference_device``, a ``Device``: what a deployment is judged for where it is only
+    planned, and no device is found.
     """
 
     @property
@@ -97,7 +100,8 @@ class Session(Protocol):
     """A backend opened for one deployment. Core loops over layers; a session serves their parts.
 
     It may have ``step_buckets``, a ``StepBuckets``: the sizes that it compiles steps for. Without,
-    or with None, steps have the sizes that they have.
+    or with None, steps have the sizes that they have. It may have ``switches``, words by word: its
+    own settings as they are in force, for the start-up report.
     """
 
     @property

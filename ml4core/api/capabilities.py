@@ -24,7 +24,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "index": ("planar_f32", "planar_ue8m0x4", "tiled16_f32", "lane33_ue8m0", "fp32"),
         "weights": WEIGHT_FORMATS,
         # What inputs of products are. Where a deployment needs one of the last four, products with
-        # quantised weights quantise their bf16 input first, fp8_tensor with a scale a row.
+        # quantised weights quantise their bf16 input first, fp8_tensor with a scale a row, nvfp4
+        # with a global scale a row: amax / 2688.
         "act": ("fp32", "bf16", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4"),
         "parallel": ("tp", "pp", "dp", "ep", "dcp", "pcp", "multi_node"),
         "spec": ("dspark", "probabilistic_drafts", "block_verification"),

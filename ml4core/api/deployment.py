@@ -8,6 +8,18 @@ from dataclasses import dataclass, field
 from ml4core.api.backend import Device
 from ml4core.api.model import ModelSpec
 
+CORE_SWITCHES = (
+    "device",
+    "decode_backend",
+    "activations",
+    "fp8_moe_requant",
+    "fp8_moe_requant_act",
+    "fp8_moe_requant_rule",
+)
+"""Keys of ``additional_config`` that core reads. A backend's own are those of the object under its
+name.
+"""
+
 
 @dataclass(frozen=True)
 class Deployment:
@@ -20,7 +32,8 @@ class Deployment:
         weight_bytes: bytes of the checkpoint's tensors.
         block_size: tokens a page.
         needs: capability words that this deployment needs.
-        attention_config, additional_config: parsed JSON of those flags.
+        attention_config, additional_config: parsed JSON of those flags. A backend refuses each key
+            that neither core nor itself reads, see ``unknown_switches``.
     """
 
     model: ModelSpec

@@ -23,9 +23,10 @@ class KVField:
 
     Attributes:
         part: index of the array it lies in.
-        dtype: ``e4m3fn``, ``e4m3fnuz``, ``ue8m0x4``, ``float32`` or ``bfloat16``.
-        offset: bytes. In a ``row`` part from the start of the token; in a ``planar`` or ``tiled16``
-            part the field's region starts at ``block_size * offset`` of the page.
+        dtype: ``e2m1`` (two values a byte), ``e4m3fn``, ``e4m3fnuz``, ``ue8m0``, ``ue8m0x4``,
+            ``float32`` or ``bfloat16``.
+        offset: bytes. In a ``row`` or ``lanes`` part from the start of the token; in a ``planar``
+            or ``tiled16`` part the field's region starts at ``block_size * offset`` of the page.
         count: values a token.
     """
 
@@ -43,12 +44,13 @@ class KVPart:
     - ``row``: ``[blocks, block_size, width]``, a token's values together.
     - ``planar``: ``[blocks, block_size * width]`` uint8: each field of the whole page in turn.
     - ``tiled16``: as planar, with the values in tiles of 16 tokens x 16 bytes.
+    - ``lanes``: ``[blocks, width, block_size]``, the first value of every token, then the second.
     """
 
     name: str
     dtype: Literal["uint8", "bfloat16", "float32", "uint32"]
     width: int
-    order: Literal["row", "planar", "tiled16"] = "row"
+    order: Literal["row", "planar", "tiled16", "lanes"] = "row"
 
     @property
     def bytes_per_token(self) -> int:
@@ -57,6 +59,8 @@ class KVPart:
     def shape(self, blocks: int, block_size: int) -> tuple[int, ...]:
         if self.order == "row":
             return (blocks, block_size, self.width)
+        if self.order == "lanes":
+            return (blocks, self.width, block_size)
         return (blocks, block_size * self.width)
 
 

@@ -13,7 +13,10 @@ from ml4core.api.layouts import KVField, KVLayout, KVPart
 if TYPE_CHECKING:
     from torch import Tensor
 
-_VALUE_BYTES = {"e4m3fn": 1, "e4m3fnuz": 1, "ue8m0x4": 4, "bfloat16": 2, "float32": 4}
+_VALUE_BITS = {
+    **{"e2m1": 4, "e4m3fn": 8, "e4m3fnuz": 8, "ue8m0": 8, "ue8m0x4": 32},
+    **{"bfloat16": 16, "float32": 32},
+}
 _PART_BYTES = {"uint8": 1, "bfloat16": 2, "float32": 4, "uint32": 4}
 
 TILE = 16
@@ -22,11 +25,11 @@ TILE = 16
 
 def field_slice(part: KVPart, field: KVField) -> slice:
     """Where a field lies among a token's ``[part width]`` values of the part's dtype."""
-    if field.dtype not in _VALUE_BYTES:
-        known = ", ".join(_VALUE_BYTES)
+    if field.dtype not in _VALUE_BITS:
+        known = ", ".join(_VALUE_BITS)
         raise ValueError(f"field {field.name!r} has dtype {field.dtype!r}; known: {known}")
     unit = _PART_BYTES[part.dtype]
-    start, size = field.offset, field.count * _VALUE_BYTES[field.dtype]
+    start, size = field.offset, -(-field.count * _VALUE_BITS[field.dtype] // 8)
     if start % unit or size % unit:
         raise ValueError(
             f"field {field.name!r} takes bytes {start}..{start + size}, which do not fall on the "
@@ -53,6 +56,8 @@ def token_views(
     part = layout.parts[index]
     if part.order == "row":
         return ((slice(0, part.width), array),)
+    if part.order == "lanes":
+        return ((slice(0, part.width), array.transpose(1, 2)),)
     views = []
     for field in part_fields(layout, index):
         where = field_slice(part, field)

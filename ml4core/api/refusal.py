@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,11 +55,55 @@ def undeclared(
     return tuple(_undeclared(word, capabilities, source) for word in capabilities.missing(needs))
 
 
-def refuse_missing(deployment: Deployment, capabilities: Capabilities, backend: str) -> None:
-    """Raises ``Refused`` that names each needed word which isn't declared; returns if there is
-    none. For a backend's ``open`` to begin with: what is undeclared is refused whoever asks.
+def unknown_switches(
+    deployment: Deployment, backend: str, known: Collection[str] = ()
+) -> tuple[Refusal, ...]:
+    """A reason for each key of ``additional_config`` that nothing reads: neither core's nor the
+    backend's name, and within the object under that name none of ``known``.
     """
-    if reasons := undeclared(deployment.needs, capabilities, backend):
+    from ml4core.api.deployment import CORE_SWITCHES
+
+    given, flag = deployment.additional_config, "--additional-config"
+    ours = [*CORE_SWITCHES, backend] if known else list(CORE_SWITCHES)
+    reason = f"nothing of backend {backend} reads this key"
+    found = [
+        Refusal(backend, f"{flag} {key}", reason, ", ".join(ours))
+        for key in given
+        if key not in CORE_SWITCHES and key != backend
+    ]
+    own = given.get(backend, {})
+    if not isinstance(own, Mapping):
+        found.append(Refusal(backend, f"{flag} {backend}", f"{own!r} is no JSON object"))
+        return tuple(found)
+    works = ", ".join(known) or f"leave it out: backend {backend} has no switches"
+    return (
+        *found,
+        *(
+            Refusal(backend, f"{flag} {backend}.{key}", reason, works)
+            for key in own
+            if key not in known
+        ),
+    )
+
+
+def refuse_missing(
+    deployment: Deployment,
+    capabilities: Capabilities,
+    backend: str,
+    switches: Collection[str] = (),
+) -> None:
+    """Raises ``Refused`` that names each needed word which isn't declared, and each key of
+    ``additional_config`` that nothing reads; returns if there is none. For a backend's ``open`` to
+    begin with: what is undeclared is refused whoever asks.
+
+    Args:
+        switches: the keys that the backend reads of the object under its name.
+    """
+    reasons = (
+        *undeclared(deployment.needs, capabilities, backend),
+        *unknown_switches(deployment, backend, switches),
+    )
+    if reasons:
         raise Refused(reasons, what=f"--backend {backend}")
 
 

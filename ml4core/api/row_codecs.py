@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ml4core.api.layouts import KVField, KVPart
 from ml4core.api.pages import field_slice
-from ml4core.formats import e4m3, e8m0, index_pages, kv_rows
+from ml4core.formats import e2m1, e4m3, e8m0, index_pages, kv_rows
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ def field_values(part: KVPart, field: KVField, tokens: Tensor) -> Tensor:
         return raw.to(torch.float32)
     if field.dtype in ("e4m3fn", "e4m3fnuz"):
         return e4m3.decode(raw, field.dtype)
+    if field.dtype == "e2m1":
+        return e2m1.decode(e2m1.unpack(raw))[..., : field.count]
+    if field.dtype == "ue8m0":
+        return e8m0.decode(raw)
     if field.dtype == "ue8m0x4":
         return e8m0.decode(raw[..., ::4])
     return _numbers(raw, getattr(torch, field.dtype))
@@ -45,6 +49,14 @@ def ds_mla(latent: int) -> RowCodec:
     return RowCodec(
         lambda rows, scale: kv_rows.encode_fp8_ds_mla(rows, latent),
         lambda tokens, scale: kv_rows.decode_fp8_ds_mla(tokens, latent),
+    )
+
+
+def nvfp4_ds_mla(latent: int) -> RowCodec:
+    """E2M1 latent in groups of 16 with an E4M3 scale each, E4M3 rope."""
+    return RowCodec(
+        lambda rows, scale: kv_rows.encode_nvfp4_ds_mla(rows, latent),
+        lambda tokens, scale: kv_rows.decode_nvfp4_ds_mla(tokens, latent),
     )
 
 
@@ -71,7 +83,7 @@ def wide(dtype: str) -> RowCodec:
 
 
 def index_key(form: str) -> RowCodec:
-    """An E4M3 key, then its scale: ``f32`` or ``ue8m0x4``."""
+    """An E4M3 key, then its scale: ``f32``, ``ue8m0x4`` or ``ue8m0``."""
 
     def encode(rows: Tensor, scale: Tensor | None) -> Tensor:
         code, factor = kv_rows.quantize_index(rows, "e4m3fn")

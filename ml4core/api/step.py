@@ -36,6 +36,7 @@ class StepShape:
     Attributes:
         pages: padded pages a request, by KV group.
         logits: rows whose logits are wanted, padded.
+        images: rows of ``StepPlan.image_embeddings``, padded; 0 in a step without images.
     """
 
     decode: Segment
@@ -43,6 +44,7 @@ class StepShape:
     prefill: Segment
     pages: tuple[tuple[str, int], ...]
     logits: int
+    images: int = 0
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -122,6 +124,10 @@ class StepPlan:
         block_tables: by group, [R, B] int32 page ids.
         slots: by group, [T] int64 where a row's token is written: page * block_size + offset.
         logits_indices: [J] int64 rows.
+        image_index: [T] int64, the row of ``image_embeddings`` that stands for a row's token; -1
+            for a row whose token stands for itself. None, as the next one, in a step without
+            images.
+        image_embeddings: [M, H], ``M`` being ``shape.images``; rows of padding are taken by none.
     """
 
     shape: StepShape
@@ -133,12 +139,16 @@ class StepPlan:
     block_tables: Mapping[str, Tensor]
     slots: Mapping[str, Tensor]
     logits_indices: Tensor
+    image_index: Tensor | None = None
+    image_embeddings: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name, in one order for all plans; those of groups are
         ``block_tables.<group>`` and ``slots.<group>``.
         """
         found = {name: getattr(self, name) for name in _PLAIN}
+        if self.image_index is not None:
+            found |= {name: getattr(self, name) for name in _IMAGES}
         for name in _GROUPED:
             found |= {f"{name}.{group}": one for group, one in getattr(self, name).items()}
         return found
@@ -149,7 +159,9 @@ class StepPlan:
         """
         if unknown := sorted(tensors.keys() - self.tensors().keys()):
             raise ValueError(f"{unknown} are no tensors of a plan; it has {list(self.tensors())}")
-        plain: dict[str, Any] = {name: one for name, one in tensors.items() if name in _PLAIN}
+        plain: dict[str, Any] = {
+            name: one for name, one in tensors.items() if name in (*_PLAIN, *_IMAGES)
+        }
         grouped: dict[str, Any] = {
             name: {
                 group: tensors.get(f"{name}.{group}", one)
@@ -168,6 +180,7 @@ _PLAIN = (
     "visible",
     "logits_indices",
 )
+_IMAGES = ("image_index", "image_embeddings")
 _GROUPED = ("block_tables", "slots")
 
 

@@ -21,12 +21,14 @@ from ml4core.cli import (
     output,
     plan,
     quantize,
+    serve,
     signals,
     streams,
 )
 from ml4core.cli.commands import CommandGroup
 from ml4core.cli.engine_options import EngineCommand, with_engine_flags
 from ml4core.cli.sampling_options import with_sampling_options
+from ml4core.cli.server_options import with_server_flags
 from ml4core.models.embedded import EMBEDDED
 from ml4core.planning.variants import PUBLISHED
 
@@ -65,6 +67,9 @@ def build_app() -> typer.Typer:
     app.command("quantize")(quantize.quantize)
     app.command("generate", cls=EngineCommand)(
         with_engine_flags(with_sampling_options(generate.generate), EMBEDDED, plans=False)
+    )
+    app.command("serve", cls=EngineCommand)(
+        with_engine_flags(with_server_flags(serve.serve), EMBEDDED, plans=False)
     )
     app.add_typer(bench.build_app(), name="bench")
     app.command("eval", cls=EngineCommand)(with_engine_flags(eval.evaluate, EMBEDDED, plans=False))

@@ -10,18 +10,21 @@ from typing import Annotated, Literal
 import typer
 
 from ml4core.bench.parts import DEFAULT_PARTS, PARTS, SEEDED
-from ml4core.cli import output, streams
+from ml4core.cli import bench_ops, bench_serve, output, streams
 from ml4core.cli.engine_options import EngineCommand, with_engine_flags
 from ml4core.cli.exits import UsageError
 from ml4core.engine.args import EngineArgs
+from ml4core.models.quantize_options import MXFP4Rule
 
 STDOUT = "-"
 
 
 def build_app() -> typer.Typer:
     app = typer.Typer(help="Measure speed and memory here.", no_args_is_help=True)
-    app.callback()(lambda: None)  # keeps `step` a sub-command, the only one as yet
     app.command("step", cls=EngineCommand)(with_engine_flags(step, SEEDED, plans=False))
+    app.command("ops")(bench_ops.ops)
+    app.command("requant")(requant)
+    app.command("serve")(bench_serve.serve)
     return app
 
 
@@ -124,3 +127,29 @@ def _target(as_json: str | None) -> Path | None:
         why = "is a folder" if path.is_dir() else "its folder does not exist"
         raise UsageError(f"--json {as_json}: {why}; works: a file, or - for stdout")
     return path
+
+
+def requant(
+    rule: Annotated[MXFP4Rule, typer.Option(help="How MXFP4 finds a group's scale.")] = "even",
+    threads: Annotated[int, typer.Option(help="Of torch on the host.", min=1, max=4096)] = 1,
+    repeats: Annotated[int, typer.Option(help="Of each timing.", min=1, max=10_000)] = 5,
+    as_json: Annotated[
+        str | None,
+        typer.Option(
+            "--json",
+            help="Write the figures as one object into a file too, or to stdout alone: -.",
+            metavar="FILE",
+        ),
+    ] = None,
+) -> None:
+    """Measure how fast experts in FP8 become MXFP4 while a checkpoint is loaded."""
+    target = _target(as_json)
+    from ml4core.bench.requant import measure, text
+
+    facts = measure(rule, threads, repeats)
+    if as_json == STDOUT:
+        output.write_json(facts)
+        return
+    output.write(text(facts))
+    if target is not None:
+        target.write_text(json.dumps(facts, indent=2, default=str) + "\n", "utf-8")

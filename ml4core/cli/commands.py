@@ -20,11 +20,7 @@ BROUGHT_BY: Mapping[str, str] = MappingProxyType(
 )
 """Known sub-commands and the distributions that bring them."""
 
-NOT_LANDED: Mapping[str, str] = MappingProxyType(
-    {
-        "serve": "the server",
-    }
-)
+NOT_LANDED: Mapping[str, str] = MappingProxyType({})
 
 
 class CommandGroup(TyperGroup):

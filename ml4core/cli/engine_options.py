@@ -133,7 +133,7 @@ def with_engine_flags(
         ),
         *(parameter.replace(kind=keyword) for parameter in own),
         *(
-            _parameter(FLAGS[name], plans)
+            option(FLAGS[name], plans)
             for panel in PANELS
             for name in FLAGS
             if FLAGS[name].panel == panel
@@ -146,10 +146,11 @@ def with_engine_flags(
     return command
 
 
-def _parameter(flag: Flag, plans: bool) -> inspect.Parameter:
+def option(flag: Flag, plans: bool) -> inspect.Parameter:
+    """A flag as an option of a command; see ``with_engine_flags``."""
     names = [flag.short] if flag.short else []
     names.append(f"{flag.name}/--no-{flag.name[2:]}" if flag.kind is bool else flag.name)
-    option = typer.Option(
+    made = typer.Option(
         None,
         *names,
         help=_help(flag, plans),
@@ -163,7 +164,7 @@ def _parameter(flag: Flag, plans: bool) -> inspect.Parameter:
     elif flag.kind in (list, dict):
         annotation = list[str]
     return inspect.Parameter(
-        flag.field, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
+        flag.field, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=annotation
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -12,7 +13,7 @@ import typer
 from ml4core.cli import answers, output, streams
 from ml4core.cli import report as startup
 from ml4core.cli.exits import UsageError
-from ml4core.cli.prompts import Source, read_prompts
+from ml4core.cli.prompts import Source, read_prompts, read_schema
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.backend_choice import choose_backend
 from ml4core.engine.errors import RequestError
@@ -21,6 +22,7 @@ from ml4core.engine.resolve import step_limits
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.registry import Choice
 from ml4core.serving.batch_run import OnDone, OnText, run_jobs
+from ml4core.serving.grammars import LLGrammars
 from ml4core.serving.inputs import Job, Prompt, read_chat
 from ml4core.serving.opening import open_tokenizer
 from ml4core.serving.outputs import RequestOutput
@@ -71,6 +73,13 @@ def generate(
         bool,
         typer.Option("--json", help="One object, once all is done; with --prompts a line each."),
     ] = False,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            help="A JSON schema that the answers are to follow: its text, or a file.",
+            metavar="JSON|FILE",
+        ),
+    ] = None,
     report: Annotated[
         bool,
         typer.Option("--report", help="Tell what runs where, and why: on stderr, or in the JSON."),
@@ -84,6 +93,8 @@ def generate(
         _refuse(args)
     if params.logprobs is not None and not as_json:
         raise UsageError("--logprobs: works with --json")
+    if json_schema is not None:
+        params = replace(params, structured_outputs=read_schema(json_schema))
     found = read_prompts(prompt or [], prompt_file or [], prompts)
     single = len(found) == params.n == 1 and not as_json
     if stream and not single:
@@ -99,6 +110,8 @@ def generate(
     for job in jobs:
         check_prompt(job.name, job.prompt.token_ids, spec.vocab_size, context)
     params.check(spec.vocab_size, context)
+    if params.structured_outputs is not None:
+        LLGrammars(tokenizer).check(params.structured_outputs)
     sequences, _ = step_limits(args, choice.capabilities)
     if params.n > sequences:
         raise RequestError("n", params.n, f"at most {sequences}: --max-num-seqs")
@@ -132,6 +145,7 @@ def _run(
             tokens_each=None if limit is None else longest + limit,
             eos_ids=frozenset({tokenizer.eos_id}),
             progress=progress,
+            grammars=LLGrammars(tokenizer),
         )
     try:
         facts = engine.report() if report else None

@@ -10,6 +10,7 @@ from ml4core.cli import output, streams
 from ml4core.cli.exits import ERROR
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
+from ml4core.engine.switches import with_environment
 from ml4core.planning.variants import PUBLISHED, Variant
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def plan(
     from ml4core.planning.proposals import propose
     from ml4core.planning.report import to_json
 
+    args = with_environment(args)
     options = _options(device, memory, reserve, held)
     made = make_plan(_model(args, weights), args, options)
     if problems := [

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from ml4core.cli.exits import UsageError
 from ml4core.engine.errors import RequestError
+from ml4core.engine.structured_outputs import StructuredOutputsParams
 from ml4core.models import strict_json
 from ml4core.models.errors import os_reason, shown
 from ml4core.serving.tokenizer import check_text
@@ -50,6 +51,15 @@ def read_prompts(
         if isinstance(source, str):
             check_text(source, field)
     return found
+
+
+def read_schema(given: str) -> StructuredOutputsParams:
+    """The form of ``--json-schema``: a schema's text, which begins with a brace, or its file."""
+    text = given if given.lstrip().startswith("{") else _read(given, "--json-schema")
+    try:
+        return StructuredOutputsParams(json=text)
+    except RequestError as error:
+        raise RequestError("--json-schema", error.value, error.remedy) from error
 
 
 def _lines(file: str) -> list[tuple[str, Source]]:

@@ -18,11 +18,11 @@ from ml4core.api import (
 
 _FEATURES = frozenset(
     {f"op:{name}" for name in OPS}
-    | {f"kv:{name}" for name in ("fp8_ds_mla", "e4m3", "e4m3fnuz", "bf16", "fp32")}
-    | {f"index:{name}" for name in ("planar_f32", "tiled16_f32", "fp32")}
+    | {f"kv:{name}" for name in ("fp8_ds_mla", "e4m3", "e4m3fnuz", "bf16", "fp32", "nvfp4_ds_mla")}
+    | {f"index:{name}" for name in ("planar_f32", "tiled16_f32", "lane33_ue8m0", "fp32")}
     | {f"weights:{name}" for name in WEIGHT_FORMATS}
     | {"act:fp32", "act:bf16", "feature:compose", "feature:deterministic"}
-    | {"feature:prefix_caching"}
+    | {"feature:prefix_caching", "feature:load_time_mxfp4"}
     | {"spec:dspark", "spec:probabilistic_drafts", "spec:block_verification"}
 )
 

@@ -18,8 +18,8 @@ def cache_root(
     if the rows in them are the same, also where they outlive a process.
 
     It covers the weights' files by name, size and time of change, the model's table with all of its
-    rope settings, the dtype, weight formats, layouts with their flavour of FP8, the page size, and
-    how ranks share out heads, layers and tokens.
+    rope settings, the dtype, weight formats, layouts with their flavour of FP8, the page size, how
+    ranks share out heads, layers and tokens, and the switches, some of which change weights.
     """
     stats = [(file.name, file.stat()) for file in sorted(files)]
     facts = (
@@ -35,5 +35,6 @@ def cache_root(
         deployment.decode_context_parallel_size,
         deployment.prefill_context_parallel_size,
         sorted(deployment.attention_config.items()),
+        repr(sorted(deployment.additional_config.items())),
     )
     return blake2b(repr(facts).encode(), digest_size=_BYTES).digest()

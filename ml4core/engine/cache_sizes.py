@@ -74,7 +74,9 @@ def plan_caches(
 
 
 def _layouts(deployment: Deployment, private: Mapping[str, KVLayout]) -> dict[str, KVLayout]:
-    """By group. Raises ``Refused`` for private ones that the session doesn't bring."""
+    """By group. Raises ``Refused`` for private ones that the session doesn't bring, or brings for
+    rows of another width than the model's.
+    """
     chosen = {"latent": deployment.kv_layout, "index": deployment.index_layout}
     names = ", ".join(private) or "none"
     lacking = [
@@ -82,6 +84,15 @@ def _layouts(deployment: Deployment, private: Mapping[str, KVLayout]) -> dict[st
         for id in chosen.values()
         if id.startswith(resolve.PRIVATE) and id not in private
     ]
+    layers = deployment.model.layers
+    widths = [
+        (deployment.kv_layout, layers[0].kv_lora_rank + max(layer.rope_dim for layer in layers)),
+        *((deployment.index_layout, own.head_dim) for layer in layers if (own := layer.indexer)),
+    ]
+    for id, width in widths:
+        if id in private and private[id].width != width:
+            reason = f"the session's rows have {private[id].width} values, the model's {width}"
+            lacking.append(Refusal("core", f"cache layout {id}", reason))
     if lacking:
         raise Refused(lacking)
     return {

@@ -14,6 +14,8 @@ from ml4core.compose.contract import ContractError
 from ml4core.engine.batch import BatchState, in_row_order
 from ml4core.engine.emission import ENDS, sequence_output, take
 from ml4core.engine.errors import RequestError
+from ml4core.engine.grammars import GrammarCompiler
+from ml4core.engine.image_inputs import PlacedImage
 from ml4core.engine.intake import Intake
 from ml4core.engine.kv_manager import KVManager
 from ml4core.engine.layout import EXACT
@@ -65,8 +67,15 @@ class EngineCore:
         device: torch.device | str = "cpu",
         overlap: bool = False,
         buckets: StepBuckets | None = None,
+        grammars: GrammarCompiler | None = None,
+        max_images: int = 0,
     ) -> None:
-        """``buckets``: sizes to which steps are padded; None for their own."""
+        """
+        Args:
+            buckets: sizes to which steps are padded; None for their own.
+            grammars: compiles the forms of answers; None refuses those.
+            max_images: in a prompt.
+        """
         self.kv = kv
         self.scheduler = Scheduler(config, kv)
         self.overlap = overlap
@@ -80,6 +89,8 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             eos_ids=eos_ids,
             seed=seed,
+            grammars=grammars,
+            max_images=max_images,
         )
         self._batch = BatchState(
             config.max_num_seqs,
@@ -115,6 +126,7 @@ class EngineCore:
         arrival: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        images: Sequence[PlacedImage] = (),
     ) -> None:
         """Queues a request: ``params.n`` sequences of one prompt.
 
@@ -122,6 +134,7 @@ class EngineCore:
             arrival: seconds of a monotonic clock; None is now.
             priority: lower is sooner, where the policy looks at it.
             cache_salt: only requests with the same salt share cached prefixes.
+            images: in the order of their places in the prompt.
 
         Raises ``RequestError`` for what can't be served, and then takes nothing; ``FaultError``
         once the engine has stopped.
@@ -131,6 +144,7 @@ class EngineCore:
         if request_id in self._open:
             raise RequestError("request id", request_id, "an id that no open request has")
         self._intake.check("prompt", prompt_ids, params)
+        self._intake.check_images(prompt_ids, images)
         self._open[request_id] = sequences = self._intake.sequences(
             request_id,
             prompt_ids,
@@ -138,6 +152,7 @@ class EngineCore:
             arrival=arrival,
             priority=priority,
             cache_salt=cache_salt,
+            images=tuple(images),
         )
         for sequence in sequences:
             if self._drafts is not None:

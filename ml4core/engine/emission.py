@@ -10,7 +10,11 @@ from ml4core.engine.request import Request, Status
 from ml4core.engine.sampler_io import SampledToken
 
 ENDS: Mapping[FinishReason, Status] = MappingProxyType(
-    {"stop": Status.FINISHED_STOP, "length": Status.FINISHED_LENGTH}
+    {
+        "stop": Status.FINISHED_STOP,
+        "length": Status.FINISHED_LENGTH,
+        "error": Status.FINISHED_ERROR,
+    }
 )
 
 
@@ -18,9 +22,11 @@ def take(
     request: Request, tokens: Sequence[SampledToken]
 ) -> tuple[Sequence[SampledToken], FinishReason | None]:
     """Appends tokens up to the one that ends the request; they, and the end's reason."""
-    least = request.params.min_tokens
+    least, grammar = request.params.min_tokens, request.grammar
     for count, token in enumerate(tokens, 1):
         request.append(token.token_id)
+        if grammar is not None and token.token_id == grammar.compiler.eos_id:
+            return tokens[:count], "error" if grammar.error else "stop"
         if token.token_id in request.stop_ids and len(request.output_ids) >= least:
             return tokens[:count], "stop"
         if request.num_tokens >= request.limit:

@@ -34,6 +34,7 @@ class Flag:
         kind: ``int``, ``float``, ``bool``, ``str``, ``dict`` (JSON object), ``list`` (of ``item``).
         optional: whether None, the default then, leaves the choice to the engine.
         short: a short form, e.g. ``-tp``.
+        more: the check of a text that is none of ``choices``; None if they are all.
         exclusive: whether ``minimum`` itself is out of range.
         units: whether ``k``, ``K``, ``m``, ... may follow the number.
         part: what has not landed; empty if all of the flag has.
@@ -41,6 +42,8 @@ class Flag:
         works: values that are served nevertheless, beside the default.
         off: tells of further values that they ask for nothing.
         keys: of a JSON flag that has landed: its keys, each with the check of its value.
+        others: the check of a further key that something else reads; None for a key that nothing
+            does.
     """
 
     field: str
@@ -53,6 +56,7 @@ class Flag:
     short: str = ""
     metavar: str = ""
     choices: tuple[str, ...] = ()
+    more: Check | None = None
     minimum: float | None = None
     maximum: float | None = None
     exclusive: bool = False
@@ -63,6 +67,7 @@ class Flag:
     remedy: str = ""
     off: Callable[[Any], bool] | None = None
     keys: Mapping[str, Check] | None = None
+    others: Callable[[str], Check | None] | None = None
 
     @property
     def name(self) -> str:
@@ -129,7 +134,10 @@ class Flag:
                     f"; works: {', '.join(self.choices)}" if self.choices else ""
                 )
             if self.choices and value not in self.choices:
-                return f"{shown(value)} is none of {', '.join(self.choices)}"
+                further = "" if self.more is None else self.more(value)
+                if self.more is None or further:
+                    listed = ", ".join(self.choices) + (f", or {further}" if further else "")
+                    return f"{shown(value)} is none of {listed}"
         if kind in (int, float):
             return self._range_problem(value)
         return ""
@@ -152,10 +160,18 @@ class Flag:
             return f"{shown(value)} is not a JSON object"
         problems = [
             f"{key}: {shown(value[key])}; works: {works}"
-            for key, check in (self.keys or {}).items()
-            if key in value and (works := check(value[key]))
+            for key in value
+            if (check := self._check_of(key)) is not None and (works := check(value[key]))
         ]
         return "; ".join(problems)
+
+    def _check_of(self, key: str) -> Check | None:
+        """The check of a JSON flag's key; None if nothing reads the key."""
+        if self.keys is None:
+            return None
+        if key in self.keys or self.others is None:
+            return self.keys.get(key)
+        return self.others(key)
 
     def refusals(self, value: Any) -> list[Refusal]:
         """Why a value that is well formed can't be served in this version."""
@@ -167,7 +183,7 @@ class Flag:
             return [
                 Refusal("core", f"{self.name} {key}", reason, works)
                 for key in value
-                if key not in self.keys
+                if self._check_of(key) is None
             ]
         landed = not (self.part or self.reason)
         if landed or value in self.works or (self.off is not None and self.off(value)):

@@ -12,11 +12,13 @@ from typing import Any
 
 from ml4core.api import VOCABULARY
 from ml4core.api.capabilities import check_words
-from ml4core.engine import speculative_config
+from ml4core.engine import image_limits, speculative_config, switches
 from ml4core.engine.flag_spec import flag, one_of
 
 INT64_MAX = 2**63 - 1
 PORT_MAX = 65535
+DAY_S = 86400
+SERVER_ALONE = "only a server looks at it: ml4 serve"
 
 
 def _index_layout(value: object) -> str:
@@ -29,6 +31,16 @@ def _index_layout(value: object) -> str:
     except ValueError:
         return f"{known}, or x-<distribution>/<name>"
     return ""
+
+
+def _private_layout(value: str) -> str:
+    """What would work in place of this id of a latent layout; empty if it may be a private one."""
+    works = "x-<distribution>/<name>"
+    try:
+        check_words([f"kv:{value}"])
+    except ValueError:
+        return works
+    return "" if value.startswith("x-") else works
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +88,12 @@ class Model:
         remedy="leave it out: the checkpoint's own formats are read as they are",
     )
     served_model_name: tuple[str, ...] = flag(
-        (), "names that requests may use", part="the server", metavar="NAME"
+        (), "names that requests may use; default: MODEL", reason=SERVER_ALONE, metavar="NAME"
     )
     limit_mm_per_prompt: Mapping[str, Any] = flag(
         {},
-        "most items of each modality in a prompt",
-        part="images",
-        off=lambda value: all(count in (0, {"count": 0}) for count in value.values()),
+        "most items of each modality in a prompt; key: image, for which the encoder is loaded",
+        keys=image_limits.KEYS,
     )
     seed: int = flag(0, "seed of all sampling noise", minimum=0, maximum=INT64_MAX)
 
@@ -91,8 +102,10 @@ class Model:
 class Memory:
     kv_cache_dtype: str = flag(
         "auto",
-        "row format of the KV cache; auto: the backend's choice",
-        choices=("auto", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_ds_mla"),
+        "row format of the KV cache; auto: the backend's choice; or x-<distribution>/<name>, a "
+        "layout of the backend's own",
+        choices=("auto", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla"),
+        more=_private_layout,
     )
     kv_cache_memory_bytes: int | None = flag(
         None, "size of the KV cache; default: what the request needs", maximum=INT64_MAX, units=True
@@ -202,9 +215,7 @@ class Features:
         keys={"mla_form": one_of("auto", "absorbed", "unabsorbed"), "index_layout": _index_layout},
     )
     additional_config: Mapping[str, Any] = flag(
-        {},
-        'key: device, "real", "interpreted" or "fake"',
-        keys={"device": one_of("real", "interpreted", "fake")},
+        {}, switches.HELP, keys=switches.KEYS, others=switches.backend_switches
     )
     speculative_config: Mapping[str, Any] = flag(
         {},
@@ -233,10 +244,17 @@ class Features:
         "order of waiting requests",
         choices=("fcfs", "priority"),
     )
-    tool_call_parser: str | None = flag(
-        None, "format of tool calls", metavar="NAME", part="the server"
+    step_timeout_s: float = flag(
+        300.0,
+        "seconds after which a step that has not ended stops the engine; ten times as many for a "
+        "step of a new shape, which may compile; 0: wait for ever",
+        minimum=0,
+        maximum=DAY_S,
     )
-    enable_auto_tool_choice: bool = flag(False, "let the model choose tools", part="the server")
+    tool_call_parser: str | None = flag(
+        None, "format of tool calls", choices=("mistral",), reason=SERVER_ALONE
+    )
+    enable_auto_tool_choice: bool = flag(False, "let the model choose tools", reason=SERVER_ALONE)
     reasoning_parser: str | None = flag(
-        None, "format of reasoning", metavar="NAME", part="the server"
+        None, "format of reasoning", choices=("mistral",), reason=SERVER_ALONE
     )

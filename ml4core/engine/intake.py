@@ -7,6 +7,9 @@ from itertools import count
 from time import monotonic
 
 from ml4core.engine.errors import RequestError
+from ml4core.engine.grammars import GrammarCompiler, GrammarState
+from ml4core.engine.image_inputs import PlacedImage
+from ml4core.engine.image_limits import FLAG
 from ml4core.engine.kv_manager import KVManager
 from ml4core.engine.request import Request
 from ml4core.engine.sampling_params import SamplingParams, child_seed
@@ -24,8 +27,12 @@ class Intake:
         max_num_seqs: int,
         eos_ids: frozenset[int],
         seed: int,
+        grammars: GrammarCompiler | None = None,
+        max_images: int = 0,
     ) -> None:
         self._kv = kv
+        self._max_images = max_images
+        self._grammars = grammars
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
@@ -39,6 +46,8 @@ class Intake:
         """
         check_prompt(name, prompt_ids, self._vocab_size, self._max_model_len)
         params.check(self._vocab_size, self._max_model_len)
+        if params.structured_outputs is not None:
+            self._compiler().check(params.structured_outputs)
         most = self._max_num_seqs
         if params.n > most:
             raise RequestError("n", params.n, f"at most {most}: --max-num-seqs")
@@ -52,6 +61,16 @@ class Intake:
                 "--max-tokens",
             )
 
+    def check_images(self, prompt_ids: Sequence[int], images: Sequence[PlacedImage]) -> None:
+        """Raises ``RequestError`` for images that the prompt can't have."""
+        most = self._max_images
+        if len(images) > most:
+            works = f"at most {most}: {FLAG}" if most else f"none; {FLAG} allows them"
+            raise RequestError("images", len(images), works)
+        if images and images[-1].end > len(prompt_ids):
+            works = f"within its {len(prompt_ids)} tokens"
+            raise RequestError("images", f"up to token {images[-1].end} of the prompt", works)
+
     def sequences(
         self,
         request_id: str,
@@ -61,6 +80,7 @@ class Intake:
         arrival: float | None,
         priority: int,
         cache_salt: str | None,
+        images: tuple[PlacedImage, ...] = (),
     ) -> list[Request]:
         """``params.n`` sequences of one prompt, with noise of their own each."""
         prompt = list(prompt_ids)
@@ -82,9 +102,21 @@ class Intake:
                 cache_salt=cache_salt,
                 # The prompt's logits are there only where it is computed.
                 read_cache=index > 0 or params.prompt_logprobs is None,
+                grammar=self._grammar(params),
+                images=images,
             )
             for index, order in enumerate(orders)
         ]
+
+    def _grammar(self, params: SamplingParams) -> GrammarState | None:
+        form = params.structured_outputs
+        return None if form is None else GrammarState(self._compiler(), form)
+
+    def _compiler(self) -> GrammarCompiler:
+        if self._grammars is None:
+            works = "none: this engine was opened without a tokenizer"
+            raise RequestError("structured_outputs", "given", works)
+        return self._grammars
 
 
 def check_prompt(name: str, ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ import torch
 from ml4core import registry
 from ml4core.api import (
     DRAFT_GROUP,
-    Capabilities,
     Deployment,
     FaultError,
     ModelSpec,
@@ -22,29 +21,32 @@ from ml4core.api import (
     StepShape,
 )
 from ml4core.engine import resolve as resolving
+from ml4core.engine import switches
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.backend_choice import choose_backend
-from ml4core.engine.block_hash import ROOT
 from ml4core.engine.cache_identity import cache_root
 from ml4core.engine.cache_sizes import plan_caches
 from ml4core.engine.core import EngineCore
-from ml4core.engine.drafting import ModelProposer
+from ml4core.engine.deadline import TimedSteps
 from ml4core.engine.generate import Completion, OnToken, generate
-from ml4core.engine.kv_manager import KVManager
+from ml4core.engine.grammars import GrammarCompiler
+from ml4core.engine.image_limits import FLAG as IMAGES_FLAG
+from ml4core.engine.image_limits import image_limit
 from ml4core.engine.kv_pool import Pools
+from ml4core.engine.opening import open_core, open_steps
 from ml4core.engine.runner import ModelRunner
-from ml4core.engine.sampler import Sampler
 from ml4core.engine.sampling_params import SamplingParams
-from ml4core.engine.scheduler import SchedulerConfig
-from ml4core.engine.speculation import Speculation
 from ml4core.engine.speculative_config import FLAG, KEYS, SpeculativeConfig
 from ml4core.engine.speculative_config import refusals as draft_refusals
-from ml4core.engine.steps import ModelSteps
+from ml4core.engine.steps import StepRunner
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.dspark import with_drafter
 from ml4core.models.dspark_weights import load_draft, validate_draft
 from ml4core.models.errors import CheckpointError
 from ml4core.models.hub import resolve_model
+from ml4core.models.pixtral import vision_spec
+from ml4core.models.pixtral_weights import load_vision, validate_vision
+from ml4core.models.requant import expert_formats, formats_after
 from ml4core.models.tensors import TensorReport, load_model_spec, validate
 from ml4core.models.weights import load_layers
 
@@ -63,13 +65,16 @@ class Engine:
         plan: Pools,
         core: EngineCore,
         speculation: SpeculativeConfig | None = None,
+        steps: StepRunner | None = None,
     ) -> None:
+        """``steps``: what the core runs, if there is something of it to be closed."""
         self.deployment = deployment
         self.runner = runner
         self.kv_plan = plan
         self.core = core
         self.speculation = speculation
         self._choice = choice
+        self._steps = steps
         self._fault_told = False
 
     def generate(
@@ -140,6 +145,7 @@ class Engine:
                 "formats": sorted(deployment.weight_formats),
                 "bytes": deployment.weight_bytes,
             },
+            "switches": switches.told(deployment.additional_config, self.runner.session),
             "kv": {
                 "layouts": {group: layout.id for group, layout in plan.layouts.items()},
                 "owners": {group: len(layers) for group, layers in plan.owners.items()},
@@ -171,7 +177,11 @@ class Engine:
         }
 
     def close(self) -> None:
-        self.runner.session.close()
+        """Closes the session; but for one within which a step never ended: its thread may use it
+        for as long as the process lives.
+        """
+        if not isinstance(self._steps, TimedSteps) or self._steps.close():
+            self.runner.session.close()
 
 
 def open_engine(
@@ -182,6 +192,7 @@ def open_engine(
     tokens_each: int | None = None,
     eos_ids: frozenset[int] = frozenset(),
     progress: Progress | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> Engine:
     """Opens ``args.model`` on ``args.backend``.
 
@@ -191,12 +202,14 @@ def open_engine(
         tokens_each: longest sequence that will be wanted; None for the whole context.
         eos_ids: tokens that end an answer; the tokenizer knows them.
         progress: told of weight bytes loaded.
+        grammars: compiles the forms of answers; None refuses requests for one.
 
     Raises:
         Refused: with all reasons, before anything is allocated.
         CheckpointError: the checkpoint can't be used.
         RequestError: a flag's value can't be.
     """
+    args = switches.with_environment(args)
     choice = choice or choose_backend(args)
     checkpoint = Checkpoint.open(resolve_model(args.model, args.revision, args.download_dir))
     spec = load_model_spec(checkpoint)
@@ -204,11 +217,16 @@ def open_engine(
     drafter = None
     if args.speculative_config:
         spec, drafter = _with_drafter(checkpoint, spec)
-    reports = [tensors] if drafter is None else [tensors, drafter]
+    vision = None
+    if image_limit(args.limit_mm_per_prompt):
+        spec, vision = _with_vision(checkpoint, spec)
+    reports = [report for report in (tensors, drafter, vision) if report is not None]
+    requant = switches.requant(args.additional_config, choice.device.torch_device)
+    formats = tensors.formats if requant is None else formats_after(tensors)
     deployment = resolving.resolve(
         args,
         spec,
-        frozenset().union(*(report.formats for report in reports)),
+        formats | (frozenset() if drafter is None else drafter.formats),
         sum(report.nbytes for report in reports),
         choice.device,
         choice.capabilities,
@@ -217,6 +235,7 @@ def open_engine(
         *args.refusals(),
         *resolving.layout_refusals(deployment),
         *resolving.limit_refusals(spec, choice.capabilities),
+        *switches.refusals(args.additional_config, expert_formats(tensors), choice.capabilities),
     ]
     config = resolving.speculation(args, spec)
     if config is not None and spec.draft is not None:
@@ -228,16 +247,24 @@ def open_engine(
         runner = ModelRunner(session, choice.backend.name, deployment, choice.capabilities)
         plan = plan_caches(args, deployment, session.layouts, sequences, tokens_each)
         dtype = getattr(torch, deployment.dtype)
-        runner.load(load_layers(checkpoint, spec, dtype, progress=progress, report=tensors))
+        layers = load_layers(
+            checkpoint, spec, dtype, progress=progress, report=tensors, requant=requant
+        )
+        runner.load(layers)
         if drafter is not None and spec.draft is not None:
             runner.load_draft(load_draft(checkpoint, spec.draft, dtype, report=drafter))
+        if vision is not None and spec.vision is not None:
+            runner.load_vision(load_vision(checkpoint, spec.vision, dtype, report=vision))
         runner.allocate_kv(plan)
         root = cache_root(deployment, plan.layouts, checkpoint.path.glob("*.safetensors"))
-        core = open_core(args, deployment, choice.capabilities, runner, plan, eos_ids, root)
+        steps = open_steps(args, deployment, runner)
+        core = open_core(
+            args, deployment, choice.capabilities, runner, plan, steps, eos_ids, root, grammars
+        )
     except BaseException:
         session.close()
         raise
-    return Engine(choice, deployment, runner, plan, core, config)
+    return Engine(choice, deployment, runner, plan, core, config, steps)
 
 
 def _with_drafter(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ModelSpec, TensorReport]:
@@ -250,48 +277,11 @@ def _with_drafter(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ModelSpec, T
         raise CheckpointError(f"{FLAG}: {error}") from error
 
 
-def open_core(
-    args: EngineArgs,
-    deployment: Deployment,
-    capabilities: Capabilities,
-    runner: ModelRunner,
-    plan: Pools,
-    eos_ids: frozenset[int],
-    cache_root: bytes = ROOT,
-) -> EngineCore:
-    """The engine core over a runner whose weights and caches are there."""
-    overlap = args.async_scheduling
-    if overlap is None:
-        overlap = "feature:async_scheduling" in capabilities
-    drafts = resolving.speculation(args, deployment.model)
-    config = SchedulerConfig(
-        max_num_seqs=deployment.max_num_seqs,
-        max_num_batched_tokens=deployment.max_num_batched_tokens,
-        policy="priority" if args.scheduling_policy == "priority" else "fcfs",
-        drafts=0 if drafts is None else drafts.num_speculative_tokens,
-    )
-    kv = KVManager(
-        [group.paged(plan.block_size) for group in plan.groups],
-        runner.pools,
-        plan.block_size,
-        step_rows=config.max_num_batched_tokens * (2 if overlap else 1),
-        caching=args.enable_prefix_caching,
-        root=cache_root,
-    )
-    vocab_size, draft = deployment.model.vocab_size, deployment.model.draft
-    speculation = None
-    if drafts is not None and draft is not None:
-        proposer = ModelProposer(runner, draft.depth)
-        speculation = Speculation(proposer, runner.judge, drafts, vocab_size)
-    return EngineCore(
-        ModelSteps(runner, Sampler(runner.ops, vocab_size, runner.backend), speculation),
-        kv,
-        config,
-        vocab_size=vocab_size,
-        max_model_len=deployment.max_model_len,
-        eos_ids=eos_ids,
-        seed=deployment.seed,
-        device=deployment.device.torch_device,
-        overlap=overlap,
-        buckets=getattr(runner.session, "step_buckets", None),
-    )
+def _with_vision(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ModelSpec, TensorReport]:
+    """The model with its encoder of images, and the encoder's tensors. Raises
+    ``CheckpointError``.
+    """
+    vision = vision_spec(spec.extras, spec.hidden_size)
+    if vision is None:
+        raise CheckpointError(f"{IMAGES_FLAG}: {checkpoint.path} has no encoder of images")
+    return replace(spec, vision=vision), validate_vision(checkpoint, vision)

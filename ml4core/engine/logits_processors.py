@@ -66,8 +66,8 @@ class LogitsProcessors:
     def _forbid_stops(self, logits: Tensor, rows: Sequence[SamplerRow]) -> None:
         at: list[int] = []
         for i, row in enumerate(rows):
-            if len(row.output_ids) >= row.params.min_tokens:
-                continue
+            if len(row.output_ids) >= row.params.min_tokens or row.grammar is not None:
+                continue  # a grammar sees to it itself: it may leave nothing else
             forbidden = {token for token in row.stop_ids if token < self._vocab}
             allowed = row.params.allowed_token_ids
             if allowed is not None and forbidden.issuperset(allowed):

@@ -7,6 +7,8 @@ from enum import Enum
 from typing import Any
 
 from ml4core.engine.block_hash import ROOT, hash_block
+from ml4core.engine.grammars import GrammarState
+from ml4core.engine.image_inputs import PlacedImage, block_keys
 from ml4core.engine.outputs import DraftCounts
 from ml4core.engine.sampling_params import SamplingParams
 
@@ -39,6 +41,8 @@ class Request:
         read_cache: whether its prompt may be taken from the prefix cache.
         prompt_logprobs: entries for the prompt's tokens from the second on, as they become known.
         draft_counts: what became of its drafts; None without a drafter.
+        grammar: what its output is held to.
+        images: of its prompt, in order.
 
     Set by the scheduler:
         num_computed: tokens whose keys are in the caches once the steps in flight have run.
@@ -68,6 +72,8 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     read_cache: bool = True
+    grammar: GrammarState | None = None
+    images: tuple[PlacedImage, ...] = ()
     status: Status = Status.WAITING
     output_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
@@ -105,11 +111,13 @@ class Request:
         self.output_ids.append(token)
         self.num_tokens += 1
 
-    def extra_keys(self, block: int) -> tuple[bytes, ...]:
+    def extra_keys(self, block: int, block_size: int) -> tuple[bytes, ...]:
         """What beside its tokens makes a block what it is."""
+        start = block * block_size
+        keys = block_keys(self.images, start, start + block_size) if self.images else ()
         if block == 0 and self.cache_salt is not None:
-            return (self.cache_salt.encode("utf-8", "surrogatepass"),)
-        return ()
+            return (self.cache_salt.encode("utf-8", "surrogatepass"), *keys)
+        return keys
 
     def hashes(self, blocks: int, block_size: int, root: bytes = ROOT) -> list[bytes]:
         """Names of at least the first ``blocks`` blocks, each of which must be full. ``root`` is
@@ -121,7 +129,7 @@ class Request:
             start = block * block_size
             parent = known[-1] if known else root
             tokens = self._slice(start, start + block_size)
-            known.append(hash_block(parent, tokens, self.extra_keys(block)))
+            known.append(hash_block(parent, tokens, self.extra_keys(block, block_size)))
         return known
 
     def _slice(self, start: int, stop: int) -> list[int]:

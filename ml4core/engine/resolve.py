@@ -6,14 +6,18 @@ from collections.abc import Iterable
 
 from ml4core.api import Capabilities, Deployment, Device, KVLayout, ModelSpec, Refusal
 from ml4core.api.known_layouts import index_layout, latent_layout
+from ml4core.engine import switches
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
 from ml4core.engine.speculative_config import KEYS, SpeculativeConfig, speculative_config
 from ml4core.planning.kv import DRAFT_LAYOUT
 
-_KV_BY_FLAG = {"bfloat16": "bf16", "float32": "fp32", "fp8_ds_mla": "fp8_ds_mla"}
+_KV_BY_FLAG = {
+    **{"bfloat16": "bf16", "float32": "fp32"},
+    **{"fp8_ds_mla": "fp8_ds_mla", "nvfp4_ds_mla": "nvfp4_ds_mla"},
+}
 """--kv-cache-dtype values that mean one layout everywhere. ``auto``, ``fp8`` and ``fp8_e4m3`` are
-the backend's.
+the backend's, as are the private ones, which are named by their ids.
 """
 
 MAX_NUM_SEQS = 256
@@ -22,6 +26,9 @@ BLOCK_SIZE = 64
 """Sequences that run together, rows of a step and tokens a page, where neither a flag nor the
 backend says otherwise.
 """
+
+HOST_OFFLOAD = "HiSparseConnector"
+"""The connector that keeps pages in the host's memory; others move them between engines."""
 
 PRIVATE = "x-"
 """How ids of private layouts begin."""
@@ -42,6 +49,8 @@ def kv_layout_id(args: EngineArgs, capabilities: Capabilities) -> str:
     flag = args.kv_cache_dtype
     if flag in _KV_BY_FLAG:
         return _KV_BY_FLAG[flag]
+    if flag.startswith(PRIVATE):
+        return flag
     if flag == "auto":
         return capabilities.defaults.get("kv", "bf16")
     return capabilities.defaults.get("fp8", "fp8_ds_mla")
@@ -98,6 +107,12 @@ def needs(
         words.add("parallel:ep")
     if (drafts := speculation(args, spec)) is not None:
         words |= drafts.needs | {f"kv:{DRAFT_LAYOUT}"}
+    if spec.vision is not None:
+        words.add("stage:vision_encoder")
+    words |= switches.needs(args.additional_config)
+    if args.kv_transfer_config:
+        offload = args.kv_transfer_config.get("kv_connector") == HOST_OFFLOAD
+        words.add("feature:host_offload" if offload else "feature:kv_transfer")
     if args.enable_prefix_caching:
         words.add("feature:prefix_caching")
     if args.async_scheduling:
@@ -118,6 +133,10 @@ def resolve(
     ``weight_formats`` and ``weight_bytes`` are those of the checkpoint's matrices and tensors.
     """
     dtype = capabilities.defaults.get("dtype", "bfloat16") if args.dtype == "auto" else args.dtype
+    low = args.additional_config.get(switches.ACTIVATIONS)
+    if low is not None and dtype != "bfloat16":
+        flag = f"{switches.FLAG} {switches.ACTIVATIONS}"
+        raise RequestError(flag, low, f"--dtype bfloat16: inputs in {dtype} are never quantised")
     kv = kv_layout_id(args, capabilities)
     index = index_layout_id(args, capabilities, kv)
     max_model_len = args.max_model_len or spec.max_position

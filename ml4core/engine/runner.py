@@ -26,6 +26,8 @@ from ml4core.api import (
     StepPlan,
     StepShape,
     Verifier,
+    VisionShape,
+    VisionWeights,
     Weight,
 )
 from ml4core.compose.bind import (
@@ -38,7 +40,9 @@ from ml4core.compose.bind import (
 from ml4core.compose.context import StageContext
 from ml4core.engine.collectives import SingleRank
 from ml4core.engine.kv_pool import Pools, allocate
+from ml4core.engine.transfers import upload
 from ml4core.models.mistral_large4 import KVState, ModelWeights, forward
+from ml4core.models.pixtral_images import ImageBatch
 
 MAX_PROGRAMS = 256
 """Step shapes whose programs are kept, those used last. A program of a large model takes some
@@ -58,6 +62,7 @@ class ModelRunner:
         self.session = session
         self.backend = backend
         self.spec = deployment.model
+        self._device = deployment.device.torch_device
         self.vocab_size = deployment.model.vocab_size
         self.ops = ops
         self._context = StageContext(
@@ -69,12 +74,15 @@ class ModelRunner:
             mla_form=str(deployment.attention_config.get("mla_form", "auto")),
         )
         self._bound: dict[StepShape, tuple[BoundModel, Callable[..., StepOutput]]] = {}
-        self._stages: dict[tuple[str, StepShape], tuple[Callable[..., Any], Choice]] = {}
+        self._stages: dict[
+            tuple[str, StepShape | VisionShape], tuple[Callable[..., Any], Choice]
+        ] = {}
         self._steps = 0
         self._fault: Fault | None = None
         self.weights: ModelWeights | None = None
         self.kv: KVState | None = None
         self.draft_weights: DraftWeights | None = None
+        self.vision_weights: VisionWeights | None = None
         self.draft_kv: tuple[KVCache, ...] = ()
 
     def load(self, layers: LayerStream) -> None:
@@ -90,6 +98,21 @@ class ModelRunner:
         top, done = self._laid_out(layers, len(self.spec.draft.layers), "draft")
         shared = {name: self.weights.top[name] for name in ("embedding", "output")}
         self.draft_weights = DraftWeights({**top, **shared}, done)
+
+    def load_vision(
+        self, layers: Iterable[tuple[int | None, Mapping[str, torch.Tensor | Weight]]]
+    ) -> None:
+        """Lays out the weights of the encoder of images."""
+        top: Mapping[str, Any] = {}
+        done: list[Mapping[str, Any]] = []
+        for layer, weights in layers:
+            prepared = self.session.prepare_weights(weights, None, "vision")
+            del weights
+            if layer is None:
+                top = prepared
+            else:
+                done.append(prepared)
+        self.vision_weights = VisionWeights(top, tuple(done))
 
     def _laid_out(
         self, layers: LayerStream, count: int, part: ModelPart
@@ -118,7 +141,18 @@ class ModelRunner:
         """Who serves which part at this shape: the start-up report."""
         return (*self._bind(shape)[0].choices, *self._op_choices)
 
-    def stage(self, name: str, shape: StepShape) -> tuple[Callable[..., Any], Choice]:
+    def encode_images(self, batch: ImageBatch) -> torch.Tensor:
+        """Embeddings [cells, H] of images, one behind the other."""
+        if self.vision_weights is None:
+            raise RuntimeError("load_vision() comes before encode_images()")
+        call = self.stage("vision_encoder", VisionShape(len(batch.patches)))[0]
+        arrays = [one.numpy() for one in (batch.patches, batch.positions, batch.image_ids)]
+        sent = upload(arrays, torch.device(self._device))
+        with torch.inference_mode():
+            found: torch.Tensor = call(self.vision_weights, *sent)
+        return found[: sum(batch.counts)]
+
+    def stage(self, name: str, shape: StepShape | VisionShape) -> tuple[Callable[..., Any], Choice]:
         """A stage of the whole model, bound for a shape; and who serves it."""
         found = self._stages.pop((name, shape), None)
         if found is None:

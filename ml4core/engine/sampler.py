@@ -11,6 +11,7 @@ from torch import Tensor
 from ml4core.api import Sampling, Verifier
 from ml4core.compose.context import Ops
 from ml4core.compose.contract import ContractError
+from ml4core.engine.grammar_masks import constrain
 from ml4core.engine.logits_processors import LogitsProcessors
 from ml4core.engine.logprobs import LogprobReport
 from ml4core.engine.sampler_draws import Draws
@@ -26,9 +27,9 @@ class Sampler:
 
     A row's token depends on its logits and its ``SamplerRow`` alone, not on the other rows. In
     order: allowed ids, bias, ids forbidden by ``min_tokens``, repetition, frequency and presence
-    penalty; then at temperature 0 the likeliest token, else min-p, top-k and top-p at the
-    temperature and a draw. What no row asks for costs nothing. Of these only top-p waits for the
-    device: how far it has to look depends on the logits.
+    penalty, what a grammar allows; then at temperature 0 the likeliest token, else min-p, top-k and
+    top-p at the temperature and a draw. What no row asks for costs nothing. Of these only top-p
+    waits for the device: how far it has to look depends on the logits.
     """
 
     def __init__(self, ops: Ops, vocab_size: int, backend: str = "") -> None:
@@ -52,6 +53,8 @@ class Sampler:
         if not rows:
             return Draws(torch.empty(0, 1, dtype=torch.int64, device=logits.device), self._vocab)
         edited = self._edit(logits, rows) if any(row.params.edits for row in rows) else logits
+        if (constraint := constrain(rows)) is not None:
+            edited = constraint(edited)
         ids = self._choose(edited, rows)
         asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         report = None
@@ -86,6 +89,8 @@ class Sampler:
             )
         )
         edited = self._edit(logits, whole) if any(row.params.edits for row in rows) else logits
+        if (constraint := constrain(rows, width)) is not None:
+            edited = constraint(edited)
         newest = [len(row.prompt_ids) + len(row.output_ids) - 1 for row in rows]
         sampling = self._sampling(rows, newest, logits.device)
         ids, counts = judge(self._cut(edited, whole), sampling, draft_ids, draft_logits)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ml4core.engine.grammars import GrammarState
 from ml4core.engine.sampling_params import SamplingParams
 
 
@@ -21,6 +22,7 @@ class SamplerRow:
         position: of the row whose logits these are: one before the token to be drawn.
         stop_ids: ids that end the sequence, forbidden until ``min_tokens`` are made.
         drafts: of a verify window: what stands behind ``output_ids`` in it.
+        grammar: what the sequence is held to.
     """
 
     params: SamplingParams
@@ -30,6 +32,7 @@ class SamplerRow:
     position: int
     stop_ids: frozenset[int] = frozenset()
     drafts: Sequence[int] = ()
+    grammar: GrammarState | None = None
 
     def window(self, width: int) -> list[SamplerRow]:
         """The rows of a verify window of ``width`` rows: each draws as if the drafts before it were

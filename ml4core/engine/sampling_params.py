@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ml4core.engine.errors import RequestError
+from ml4core.engine.structured_outputs import StructuredOutputsParams
 
 MAX_N = 16384
 """Sequences that one request may ask for."""
@@ -48,6 +49,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop in the text.
         detokenize: make text.
+        structured_outputs: the form that the answer is to have; it ends when that is complete, even
+            before ``min_tokens``.
         bad_words: not served; anything but empty is refused.
     """
 
@@ -72,6 +75,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
     bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -82,6 +86,7 @@ class SamplingParams:
         self._check_shape_of_law()
         self._check_ids()
         self._check_ends()
+        self._check_form()
         _integer("seed", self.seed, -(2**63), 2**63 - 1, "a signed 64-bit integer", optional=True)
         for field in ("logprobs", "prompt_logprobs"):
             _integer(field, getattr(self, field), 0, None, "None, or 0 or above", optional=True)
@@ -144,6 +149,19 @@ class SamplingParams:
             raise RequestError(
                 "min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}"
             )
+
+    def _check_form(self) -> None:
+        form = self.structured_outputs
+        if form is None:
+            return
+        if not isinstance(form, StructuredOutputsParams):
+            raise RequestError("structured_outputs", form, "StructuredOutputsParams(...)")
+        if self.ignore_eos:
+            works = "false with structured_outputs: a form that is complete ends the answer"
+            raise RequestError("ignore_eos", True, works)
+        if self.allowed_token_ids is not None:
+            works = "None with structured_outputs, which say what may come"
+            raise RequestError("allowed_token_ids", self.allowed_token_ids, works)
 
     def check(self, vocab_size: int, max_model_len: int) -> None:
         """Raises ``RequestError`` for what this model can't serve."""

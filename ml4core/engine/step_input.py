@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ml4core.engine.batch import BatchState
 from ml4core.engine.feeding import Feed
+from ml4core.engine.image_inputs import ImageRows, rows_of
 from ml4core.engine.sampler_io import SamplerRow
 from ml4core.engine.scheduler import Work
 from ml4core.engine.steps import PromptRows, StepHandle, StepInput
@@ -41,7 +42,7 @@ def assemble(
             if report is not None:
                 reports.append((place, report))
     built = batch.build(work, every_row=[place for place, _ in reports])
-    firsts, rows_of = built.logits.tolist(), built.layout.rows.tolist()
+    firsts, plan_rows = built.logits.tolist(), built.layout.rows.tolist()
     requests_of = built.layout.requests.tolist()
 
     drawn: list[int] = []
@@ -50,6 +51,7 @@ def assemble(
     first_rows: list[int] = []
     draws: dict[int, tuple[int, int]] = {}
     feed = Feed([], [], [], [], [], [])
+    images: list[ImageRows] = []
     whole = {place for place, _ in reports}
     first_window = windows = 0
     width = 1
@@ -57,7 +59,9 @@ def assemble(
         request, start, end, draw, _, window = item
         if start >= request.num_tokens:
             assert before is not None, "a token is unknown only while its step is in flight"
-            _feed(feed, item, rows_of[place], requests_of[place], before[1][request.order])
+            _feed(feed, item, plan_rows[place], requests_of[place], before[1][request.order])
+        if request.images:
+            images += rows_of(request.images, start, end, plan_rows[place])
         if not draw:
             continue
         last = end - start - 1
@@ -69,7 +73,7 @@ def assemble(
         draws[request.order] = len(drawn), end - start if window else 1
         drawn.append(firsts[place] + (last if place in whole else 0))
         requests.append(requests_of[place])
-        first_rows.append(rows_of[place] + last)
+        first_rows.append(plan_rows[place] + last)
         rows.append(
             SamplerRow(
                 request.params,
@@ -79,6 +83,7 @@ def assemble(
                 start + last,  # of the row, so that a verified draft draws alike
                 request.stop_ids,
                 request.drafts,
+                request.grammar,
             )
         )
     step = StepInput(
@@ -94,6 +99,7 @@ def assemble(
         first_rows,
         [item.request.slot for item in work if item.draws],
         [most for _, most in draws.values()],
+        images,
     )
     return Assembled(step, draws, [work[place] for place, _ in reports], prompt_tokens)
 

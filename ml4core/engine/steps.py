@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ml4core.api import StepOutput, StepPlan
 from ml4core.engine.feeding import Feed, Made, feed_plan
+from ml4core.engine.image_inputs import ImageRows
+from ml4core.engine.images import ImageEncoder
 from ml4core.engine.logprobs import LogprobReport
 from ml4core.engine.runner import ModelRunner
 from ml4core.engine.sampler import Sampler
@@ -44,6 +46,7 @@ class StepInput:
         first_rows: the plan's row of each draw's first logit row.
         slots: of each draw, a number that its request keeps from step to step.
         most: of each draw, tokens that it may emit.
+        images: rows of the plan that take embeddings of images.
     """
 
     plan: StepPlan
@@ -58,6 +61,7 @@ class StepInput:
     first_rows: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     most: list[int] = field(default_factory=list)
+    images: list[ImageRows] = field(default_factory=list)
 
 
 class StepResult(NamedTuple):
@@ -97,8 +101,13 @@ class ModelSteps:
     """
 
     def __init__(
-        self, runner: ModelRunner, sampler: Sampler, speculation: Speculation | None = None
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        speculation: Speculation | None = None,
+        images: ImageEncoder | None = None,
     ) -> None:
+        self._images = images
         self._runner = runner
         self._sampler = sampler
         self._speculation = speculation
@@ -113,6 +122,9 @@ class ModelSteps:
             made = step.before.settle()
             feed_plan(step.plan, step.feed, made, self._runner.block_size, self._runner.vocab_size)
             step = replace(step, before=None)  # else each step keeps all before it alive
+        if step.images:
+            assert self._images is not None, "without an encoder no image is taken"
+            step = replace(step, plan=self._images.place(step.plan, step.images), images=[])
         output = self._runner.launch(step.plan)
         self._last = _ModelStep(self._runner, self._sampler, self._speculation, step, output)
         return self._last

@@ -7,6 +7,9 @@ fp8_ds_mla   656 bytes: [0, 512) e4m3fn latent; [512, 528) 4 float32 scales, one
              values each; [528, 656) 64 bfloat16 rope values. Little endian.
 e4m3         576 bytes: latent and rope in E4M3, one scale for the whole cache, kept beside it.
 bf16, fp32   576 values.
+nvfp4_ds_mla 352 bytes: [0, 256) E2M1 latent, the even value in the low nibble; [256, 320) 64
+             e4m3fn rope values without a scale; [320, 352) 32 e4m3fn scales, one for 16 latent
+             values each, as the transpose of 8 x 4: that of group s at 8 (s % 4) + s // 4.
 
 Index keys are D values with one scale.
 """
@@ -16,13 +19,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ml4core.formats import e4m3, e8m0, fp8_tensor
-from ml4core.formats.blocks import finite_amax
+from ml4core.formats import e2m1, e4m3, e8m0, fp8_tensor
+from ml4core.formats.blocks import check_multiple, finite_amax
 from ml4core.formats.exponent import ceil_exponent
 
 LATENT = 512
 TILE = 128
 """Latent values that a scale of fp8_ds_mla serves."""
+
+GROUP = 16
+"""Latent values that a scale of nvfp4_ds_mla serves."""
+
+_MIN_E4M3 = 2.0**-9
+_MAX_BYTE = 0x7E
 
 # The floor of a latent scale, 1e-4, comes after the division by 448; 2**-13 is the least power of
 # two not below it. The floor of an index scale comes before the division.
@@ -53,6 +62,36 @@ def decode_fp8_ds_mla(stored: Tensor, latent: int = LATENT) -> Tensor:
     scale = _from_bytes(stored[..., latent:scales_end], torch.float32)
     rope = _from_bytes(stored[..., scales_end:], torch.bfloat16)
     return torch.cat(((tiles * scale.unsqueeze(-1)).flatten(-2), rope.to(torch.float32)), dim=-1)
+
+
+def encode_nvfp4_ds_mla(row: Tensor, latent: int = LATENT) -> Tensor:
+    """Bytes uint8 [..., L/2 + R + L/16] of latent rows [..., L + R], float32 or bfloat16.
+
+    A group's scale is the least e4m3fn number that is not below `max(amax / 6, 2**-9)`, so that no
+    finite value is beyond the largest code; above an amax of 2688 it is 448, and codes saturate.
+    E2M1 has no NaN: it becomes +6 times the scale.
+    """
+    check_multiple(latent, 4 * GROUP, "the latent of nvfp4_ds_mla")
+    groups = row[..., :latent].to(torch.float32).unflatten(-1, (-1, GROUP))
+    wanted = (finite_amax(groups) / e2m1.MAX).clamp(min=_MIN_E4M3)
+    byte = e4m3.encode(wanted, "e4m3fn")
+    low = (e4m3.decode(byte, "e4m3fn") < wanted) & (byte < _MAX_BYTE)
+    byte = byte + low.to(torch.uint8)
+    code = e2m1.encode(groups / e4m3.decode(byte, "e4m3fn").unsqueeze(-1))
+    rope = e4m3.encode(row[..., latent:], "e4m3fn")
+    return torch.cat(
+        (e2m1.pack(code.flatten(-2)), rope, byte.unflatten(-1, (-1, 4)).mT.flatten(-2)), dim=-1
+    )
+
+
+def decode_nvfp4_ds_mla(stored: Tensor, latent: int = LATENT) -> Tensor:
+    """Latent rows float32 [..., L + R] of their bytes uint8."""
+    check_multiple(latent, 4 * GROUP, "the latent of nvfp4_ds_mla")
+    code, rest = stored[..., : latent // 2], stored[..., latent // 2 :]
+    rope, byte = rest[..., : -(latent // GROUP)], rest[..., -(latent // GROUP) :]
+    scale = e4m3.decode(byte.unflatten(-1, (4, -1)).mT.flatten(-2), "e4m3fn")
+    groups = e2m1.decode(e2m1.unpack(code)).unflatten(-1, (-1, GROUP)) * scale.unsqueeze(-1)
+    return torch.cat((groups.flatten(-2), e4m3.decode(rope, "e4m3fn")), dim=-1)
 
 
 def encode_e4m3(row: Tensor, scale: Tensor | float, flavour: str) -> Tensor:

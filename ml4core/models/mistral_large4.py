@@ -36,6 +36,10 @@ def forward(bound: BoundModel, weights: ModelWeights, plan: StepPlan, kv: KVStat
     spec = bound.model
     # The table has the dtype that the session keeps it in.
     residual = bound.ops["embed"](plan.token_ids, weights.top["embedding"]).to(bound.dtype)
+    if plan.image_index is not None and plan.image_embeddings is not None:
+        index = plan.image_index.unsqueeze(-1)
+        images = plan.image_embeddings[plan.image_index.clamp(min=0)].to(bound.dtype)
+        residual = torch.where(index >= 0, images, residual)
     hidden: Tensor | None = None
     selections: dict[int, Selection] = {}  # by owner
     last_user = {layer.topk_source: layer.index for layer in spec.layers}

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from ml4core.api import ModelSpec
 from ml4core.models.errors import CheckpointError
 from ml4core.models.matrix_formats import BLOCKS
-from ml4core.models.shards import CUTS, HEAD_ROLES, Shard
+from ml4core.models.requant import SOURCES, TARGET
+from ml4core.models.shards import CUTS, EXPERT_ROLES, HEAD_ROLES, Shard
 from ml4core.models.tensor_table import Expected, expected_tensors
 from ml4core.models.tensors import TensorReport
 
@@ -42,14 +43,17 @@ class _Constraint:
         return f"{part}, not {unit}; TP sizes that work: {', '.join(map(str, self.valid()))}"
 
 
-def check_shard(where: str, spec: ModelSpec, report: TensorReport, shard: Shard) -> None:
+def check_shard(
+    where: str, spec: ModelSpec, report: TensorReport, shard: Shard, requant: bool = False
+) -> None:
     """Raises one CheckpointError that names each tensor that can't be cut, its size on a rank, the
-    block, the TP sizes that would do, and those that would do for all.
+    block, the TP sizes that would do, and those that would do for all. `requant`: experts in FP8
+    become MXFP4, whose groups are what counts then.
     """
     found: dict[tuple[str, _Constraint], list[str]] = {}
     for entry in expected_tensors(spec).values():
         if entry.used and shard.cuts(entry.role):
-            constraint = _constraint(spec, entry, report)
+            constraint = _constraint(spec, entry, report, requant)
             found.setdefault((entry.role, constraint), []).append(entry.name)
     problems = list(_expert_problems(spec, shard))
     for (_, constraint), names in found.items():
@@ -79,7 +83,9 @@ def _expert_problems(spec: ModelSpec, shard: Shard) -> Iterator[str]:
         )
 
 
-def _constraint(spec: ModelSpec, entry: Expected, report: TensorReport) -> _Constraint:
+def _constraint(
+    spec: ModelSpec, entry: Expected, report: TensorReport, requant: bool
+) -> _Constraint:
     axis = CUTS[entry.role]
     total = entry.shapes[0][axis == "columns"]
     assert entry.layer is not None  # nothing outside of layers is cut evenly
@@ -88,6 +94,8 @@ def _constraint(spec: ModelSpec, entry: Expected, report: TensorReport) -> _Cons
     block, format = 1, ""
     # W_UK and W_UV are decoded, so their cut may be anywhere.
     if matrix is not None and entry.role != "w_uk, w_uv":
-        blocks, format = BLOCKS[matrix.format], matrix.format
+        converted = requant and matrix.format in SOURCES and entry.role in EXPERT_ROLES
+        format = TARGET if converted else matrix.format
+        blocks = BLOCKS[format]
         block = blocks.rows if axis == "rows" else blocks.columns
     return _Constraint(axis, total, head, block, format)

@@ -13,6 +13,7 @@ from ml4core.formats.blocks import block_count
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.matrix_formats import BLOCKS, Matrix
 from ml4core.models.matrix_reader import FORMAT_DTYPES, MatrixReader
+from ml4core.models.requant import Requant, converted_stack, wants
 from ml4core.models.safetensors_file import TensorInfo
 from ml4core.models.shards import ALL, Cut, Span
 from ml4core.models.tensors import TensorReport
@@ -25,7 +26,8 @@ Progress = Callable[[int, int], None]
 class WeightReader:
     """Reads what `report` names.
 
-    `dtype` is the dtype that quantised values get wherever they can't stay quantised.
+    `dtype` is the dtype that quantised values get wherever they can't stay quantised; `requant`
+    how routed experts in FP8 are converted, None if they stay.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class WeightReader:
         report: TensorReport,
         dtype: torch.dtype,
         progress: Progress | None = None,
+        requant: Requant | None = None,
     ) -> None:
         self._report = report
+        self._requant = requant
         self._read = MatrixReader(checkpoint, self._seen)
         self._dense_format = "bf16" if dtype == torch.bfloat16 else "fp32"
         self._progress = progress
@@ -103,6 +107,14 @@ class WeightReader:
                 data[index, row : row + rows] = self.dense(stem, format, cut)
                 row += rows
         return Weight(format, shape, {"data": data})
+
+    def experts(self, groups: Sequence[Sequence[str]], cut: Cut = ALL) -> Weight:
+        """As `stacks`, of routed experts: FP8 ones are converted where that is wanted."""
+        if self._requant is not None:
+            matrices = [[self._report.matrices[stem] for stem in group] for group in groups]
+            if wants(matrices):
+                return converted_stack(self._read, matrices, cut, self._requant)
+        return self.stacks(groups, cut)
 
     def input_scales(self, groups: Sequence[Sequence[str]]) -> Tensor | None:
         """Fixed activation scales fp32 [groups], multipliers: the largest of each group, whose

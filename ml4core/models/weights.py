@@ -11,6 +11,7 @@ from torch import Tensor
 from ml4core.api import IndexerSpec, LayerSpec, ModelSpec, MoESpec, Weight
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.errors import CheckpointError
+from ml4core.models.requant import Requant
 from ml4core.models.rope_freqs import inv_freq
 from ml4core.models.shard_check import check_shard
 from ml4core.models.shards import WHOLE, Cut, Shard, padded_rows, shard_spec
@@ -28,6 +29,7 @@ def load_layers(
     progress: Progress | None = None,
     report: TensorReport | None = None,
     shard: Shard | None = None,
+    requant: Requant | None = None,
 ) -> Iterator[tuple[LayerSpec | None, Weights]]:
     """The weights of `GLOBAL_WEIGHTS` with layer None, then those of `LAYER_WEIGHTS` of each layer.
 
@@ -37,7 +39,8 @@ def load_layers(
     part ends within a block, and stacks of experts in several formats.
 
     With `shard`, `spec` is still the whole model's; the layers that are given are those of
-    `shard_spec`, and of each tensor only what this rank has is read.
+    `shard_spec`, and of each tensor only what this rank has is read. With `requant`, routed experts
+    in FP8 become MXFP4 as they are read.
 
     Nothing that was handed out is kept, so memory is what the caller holds plus one layer, if the
     caller drops a layer before it asks for the next. `progress(done, total)` counts bytes.
@@ -49,8 +52,9 @@ def load_layers(
         raise ValueError(f"dtype {dtype}; weights are decoded to torch.float32 or torch.bfloat16")
     report = validate(checkpoint, spec) if report is None else report
     shard = shard or WHOLE
-    check_shard(f"{checkpoint.path}", spec, report, shard)
-    loader = Loader(spec, WeightReader(checkpoint, report, dtype, progress), shard=shard)
+    check_shard(f"{checkpoint.path}", spec, report, shard, requant is not None)
+    reader = WeightReader(checkpoint, report, dtype, progress, requant)
+    loader = Loader(spec, reader, shard=shard)
     return _load(loader, shard_spec(spec, shard))
 
 
@@ -205,7 +209,7 @@ class Loader:
                 weights[f"{name}_input_scale"] = scales
             for group in (*groups[: here.start], *groups[here.stop :]):
                 self.reader.passed_over(group)
-            weights[name] = self.reader.stacks(groups[here.start : here.stop], cut)
+            weights[name] = self.reader.experts(groups[here.start : here.stop], cut)
         if moe.shared_width:
             weights |= self._swiglu("shared", prefix + "shared_experts")
         return weights

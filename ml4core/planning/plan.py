@@ -7,13 +7,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ml4core.api import Capabilities, ModelSpec
-from ml4core.engine import resolve
+from ml4core.engine import resolve, switches
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
 from ml4core.planning import kv, parallel, reserve
 from ml4core.planning.model import PlannedModel
 from ml4core.planning.ranks import Ranks
-from ml4core.planning.weights import Held, PartBytes, WeightTable, decoded, kept
+from ml4core.planning.weights import (
+    Held,
+    PartBytes,
+    WeightTable,
+    decoded,
+    kept,
+    requantised,
+)
 
 LAYOUTS = ("fp8_ds_mla", "e4m3", "bf16")
 """Latent layouts whose bytes a token every plan shows."""
@@ -134,7 +141,7 @@ class Plan:
 
     @property
     def held(self) -> Held:
-        return _held(self.options, _FORMATS[self.dtype])
+        return _held(self.options, _FORMATS[self.dtype], self.args)
 
     @property
     def _windowed(self) -> bool:
@@ -191,7 +198,7 @@ def make_plan(model: PlannedModel, args: EngineArgs, options: PlanOptions) -> Pl
     problems = [f"--dtype: {dtype} has no plan; works: {', '.join(_FORMATS)}"] * (
         dtype not in _FORMATS
     )
-    held = _held(options, _FORMATS.get(dtype, "bf16"))
+    held = _held(options, _FORMATS.get(dtype, "bf16"), args)
     table = _loaded(model, args)
     drafts = "drafter" in table.parts
     problems += parallel.problems(args, spec, table, held)
@@ -284,8 +291,11 @@ def gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f} GiB"
 
 
-def _held(options: PlanOptions, format: str) -> Held:
-    return decoded(format) if options.decoded else kept(format)
+def _held(options: PlanOptions, format: str, args: EngineArgs) -> Held:
+    if options.decoded:
+        return decoded(format)
+    converted = switches.REQUANT in args.additional_config
+    return requantised(kept(format)) if converted else kept(format)
 
 
 def _loaded(model: PlannedModel, args: EngineArgs) -> WeightTable:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ml4core.models.matrix_formats import BLOCKS
+from ml4core.models.requant import SOURCES, TARGET
+from ml4core.models.shards import EXPERT_ROLES
 from ml4core.planning.formats import PLAIN, held_bytes
 from ml4core.planning.parts import PARTS, Cut, cut_of
 from ml4core.planning.ranks import Ranks
@@ -80,6 +82,15 @@ def decoded(dtype: str) -> Held:
         return lot.format if lot.role in _TENSORS and lot.format in PLAIN else dtype
 
     return held
+
+
+def requantised(held: Held) -> Held:
+    """As ``held``, with routed experts in FP8 as MXFP4: what they become while they are loaded."""
+
+    def converted(lot: Lot) -> str:
+        return TARGET if lot.role in EXPERT_ROLES and lot.format in SOURCES else held(lot)
+
+    return converted
 
 
 # Matrices that backends receive as plain tensors, in the checkpoint's dtype.

@@ -149,6 +149,12 @@ class _CheckedSession:
             if not isinstance(buckets, StepBuckets | None):
                 calls.refuse("step_buckets", f"has {_shown(buckets)} there, no StepBuckets")
             self.step_buckets: StepBuckets | None = buckets
+            told = calls.guard("switches", lambda: getattr(self._session, "switches", {}))
+            if not isinstance(told, Mapping) or not all(
+                isinstance(word, str) for pair in told.items() for word in pair
+            ):
+                calls.refuse("switches", f"has {_shown(told)} there, no words by word")
+            self.switches: Mapping[str, str] = told
         except BaseException:
             if "close" in found:
                 self.close()

@@ -52,6 +52,9 @@ class AsyncLLM(OpenedModel):
         check_priority(priority, self.args)
         # Off the loop: a long text takes a while to divide.
         read = await asyncio.to_thread(read_prompt, prompt, self._tokenizer, "prompt")
+        if sampling_params.structured_outputs is not None:
+            # Compiled here, and kept: the thread of the engine has others to serve.
+            await asyncio.to_thread(self._grammars.check, sampling_params.structured_outputs)
         answers = Answers(request_id, read, sampling_params, self._tokenizer)
         job = Job("prompt", read, sampling_params, priority)
         waiter = Waiter(asyncio.get_running_loop(), job, answers)

@@ -45,6 +45,7 @@ class OpenedModel:
         self.args = opened.args
         self.engine = opened.engine
         self._tokenizer = opened.tokenizer
+        self._grammars = opened.grammars
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer

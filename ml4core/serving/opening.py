@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ml4core.engine.args import FLAGS, EngineArgs
 from ml4core.engine.backend_choice import choose_backend
+from ml4core.engine.image_limits import FLAG, image_limit
 from ml4core.engine.resolve import step_limits
+from ml4core.models.errors import CheckpointError
+from ml4core.serving.grammars import LLGrammars
 from ml4core.serving.tokenizer import Tokenizer, find_tokenizer
 
 if TYPE_CHECKING:
@@ -22,11 +26,12 @@ MIN_ROOM = 2048
 
 @dataclass(frozen=True)
 class Opened:
-    """``args``: with the model as a local folder."""
+    """``args``: with the model as a local folder. ``grammars``: those of the engine."""
 
     args: EngineArgs
     tokenizer: Tokenizer
     engine: Engine
+    grammars: LLGrammars
 
 
 def make_args(model: str, backend: str, flags: dict[str, Any]) -> EngineArgs:
@@ -52,6 +57,25 @@ def open_tokenizer(args: EngineArgs) -> tuple[EngineArgs, Tokenizer, ModelSpec]:
     return dataclasses.replace(args, model=str(folder), revision=None), tokenizer, spec
 
 
+def check_images(tokenizer: Tokenizer, spec: ModelSpec) -> None:
+    """Raises ``CheckpointError`` where images can't be made into what the encoder takes."""
+    from ml4core.models.pixtral import vision_spec
+
+    vision = vision_spec(spec.extras, spec.hidden_size)
+    if vision is None:
+        return  # the engine says so
+    cell = tokenizer.image_cell
+    if cell != vision.cell_size:
+        found = "knows no images" if cell is None else f"has image tokens of {cell} pixels"
+        raise CheckpointError(
+            f"{tokenizer.path}: {found}; the model's encoder has cells of {vision.cell_size}"
+        )
+    if find_spec("cv2") is None:
+        raise CheckpointError(
+            f"{FLAG}: images can't be resized without OpenCV; pip install 'ml4core[serve]'"
+        )
+
+
 def open_for_any(args: EngineArgs) -> Opened:
     """Opens for requests that are not known yet.
 
@@ -66,11 +90,15 @@ def open_for_any(args: EngineArgs) -> Opened:
     args, tokenizer, spec = open_tokenizer(args)
     sequences, _ = step_limits(args, choice.capabilities)
     context = args.max_model_len or spec.max_position
+    if image_limit(args.limit_mm_per_prompt):
+        check_images(tokenizer, spec)
+    grammars = LLGrammars(tokenizer)
     engine = open_engine(
         args,
         choice=choice,
         sequences=sequences,
         tokens_each=min(context, max(MIN_ROOM, -(-context // sequences))),
         eos_ids=frozenset({tokenizer.eos_id}),
+        grammars=grammars,
     )
-    return Opened(args, tokenizer, engine)
+    return Opened(args, tokenizer, engine, grammars)

@@ -59,16 +59,23 @@ def find_tokenizer(folder: Path, tokenizer: str | None = None) -> Path:
 
 
 class Tokenizer:
-    """A Tekken tokenizer. Ids are 0 to ``vocab_size`` - 1, the special ones first."""
+    """A Tekken tokenizer. Ids are 0 to ``vocab_size`` - 1, the special ones first.
+
+    Attributes:
+        mistral: mistral-common's, which knows the template of chats.
+    """
 
     def __init__(self, path: Path, loaded: MistralTokenizer) -> None:
         self.path = path
-        self._chat = loaded
+        self.mistral = loaded
         self._tekken: Any = loaded.instruct_tokenizer.tokenizer
         self.vocab_size = int(self._tekken.n_words)
         self.bos_id = int(self._tekken.bos_id)
         self.eos_id = int(self._tekken.eos_id)
         self.version = str(self._tekken.version.value)
+        self._special = {
+            str(self._tekken.id_to_piece(i)): i for i in range(self._tekken.num_special_tokens)
+        }
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -97,6 +104,40 @@ class Tokenizer:
                 "--tokenizer"
             )
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Ids of the special tokens by name; they are the first ids."""
+        return self._special
+
+    def special_id(self, name: str) -> int | None:
+        """The id of a special token, such as ``[TOOL_CALLS]``; None if there is none."""
+        return self._special.get(name)
+
+    @property
+    def image_cell(self) -> int | None:
+        """Side in pixels of what one image token stands for; None for a tokenizer of text alone."""
+        encoder = getattr(self.mistral.instruct_tokenizer, "image_encoder", None)
+        if encoder is None or self.special_id("[IMG]") is None:
+            return None
+        config = encoder.image_config
+        return int(config.image_patch_size * config.spatial_merge_size)
+
+    @property
+    def reasoning_efforts(self) -> tuple[str, ...]:
+        """What a chat may ask for as ``reasoning_effort``; empty where the template has no such."""
+        return tuple(str(value) for value in getattr(self._efforts, "values", None) or ())
+
+    @property
+    def default_reasoning_effort(self) -> str | None:
+        """What a chat that asks for none gets."""
+        default = getattr(self._efforts, "default", None)
+        return None if default is None else str(default)
+
+    @property
+    def _efforts(self) -> Any:
+        builder = getattr(self._tekken, "model_settings_builder", None)
+        return getattr(builder, "reasoning_effort", None)
+
     def encode(self, text: str, field: str = "prompt") -> list[int]:
         """Ids of a plain text after the id of the beginning. Special tokens' names are text here.
 
@@ -124,7 +165,7 @@ class Tokenizer:
             _check_content(message, field)
         try:
             request = ChatCompletionRequest.from_openai([dict(message) for message in messages])
-            ids: list[int] = self._chat.encode_chat_completion(request).tokens
+            ids: list[int] = self.mistral.encode_chat_completion(request).tokens
         except (MistralCommonException, ValueError, TypeError, KeyError) as error:
             works = f"a chat that the {self.version} template allows, without very long runs"
             raise RequestError(field, _first_line(error), works) from error

@@ -65,7 +65,6 @@ def plan_pools(
     return kv.pools_for(kv.target_groups(spec, layouts), block_size, tokens_each, sequences)
 
 
-
 def build_plan(
     work: Seq[tuple[Sequence, int]],
     groups: Seq[str],

@@ -25,12 +25,6 @@ def record(request: pytest.FixtureRequest) -> PluginRecord:
     return _record(request.param)
 
 
-@pytest.fixture(params=["tpu"])
-def kernelless(request: pytest.FixtureRequest) -> PluginRecord:
-    """Those without kernels yet."""
-    return _record(request.param)
-
-
 @pytest.fixture
 def rocm() -> PluginRecord:
     return _record("rocm")
@@ -39,6 +33,11 @@ def rocm() -> PluginRecord:
 @pytest.fixture
 def cuda() -> PluginRecord:
     return _record("cuda")
+
+
+@pytest.fixture
+def tpu() -> PluginRecord:
+    return _record("tpu")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from ml4core.api import (
     IndexerSpec,
     LayerSpec,
     ModelSpec,
+    MoESpec,
     Refused,
     Rejected,
     Segment,
@@ -24,13 +25,11 @@ from ml4core.api import (
     StepShape,
 )
 from ml4core.registry import PluginRecord, load_plugin, probe
-from ml4core_cuda import libraries, stages
+from ml4core_cuda import attn_stage, latency, libraries, stages
 from ml4core_cuda.backend import CudaBackend
 from ml4core_cuda.capabilities import capabilities
 from ml4core_cuda.driver import Gpu
 from ml4core_cuda.ops import OWN
-from ml4core_cuda.providers import PEERS
-from ml4core_cuda.rules import RULES, rule_for
 
 INTERPRETED = Device("interpreted", "the interpreter", "sm_90", "cpu")
 H200 = Device("real", "NVIDIA H200", "sm_90", "cuda:0", memory_bytes=140 << 30)
@@ -176,6 +175,16 @@ def test_kernels_compile_without_a_gpu() -> None:
         assert (int(shared), int(spilled)) == (0, 0)
 
 
+def test_a_whole_layers_launches_compile_and_none_spills() -> None:
+    pytest.importorskip("triton")
+    which = "^latency layer 8 heads, owner, [14] rows"
+    done = python("-c", AOT, "aot", "-k", which, "--arch", "sm_90")
+    assert done.returncode == 0, done.stdout
+    kernels = {line.split()[-6] for line in done.stdout.splitlines()[1:-1]}
+    assert {"_project_kernel", "finish_kernel", "_values_kernel", "_logits_kernel"} <= kernels
+    assert done.stdout.splitlines()[-1].endswith("kernels compiled; 0 hot ones spill")
+
+
 @pytest.mark.parametrize(
     ("words", "variables", "told"),
     [
@@ -216,6 +225,8 @@ def test_peers_come_before_us_with_every_reason() -> None:
     for part in ("256 and 64", "bfloat16, not float32", "flash_mla is not installed", "by rule"):
         assert part in told
     assert found["triton"] == []
+    told = " ".join(reasons("sparse_mla", device=H200)["measured sizes"])
+    assert "NVIDIA H200" in told or "measured" in told
     chosen = reasons("select")
     assert list(chosen) == ["FlashInfer", "DeepGEMM", "triton"]
     assert "lowest position" in chosen["FlashInfer"][0]
@@ -228,11 +239,55 @@ def test_stages_that_nobody_serves_are_left_to_core() -> None:
     assert stages.candidates("verify_and_sample", None, DECODE, deployment()) == ()
 
 
-def test_each_stage_with_peers_has_a_rule_everywhere() -> None:
-    for peer in PEERS:
-        for arch in ("sm_90", "sm_100"):
-            for rows in (0, 1, 64, 10**6):
-                assert rule_for(peer.stage, arch, rows).rows <= max(1, rows)
-    with pytest.raises(KeyError, match="sm_80"):
-        rule_for("select", "sm_80", 1)
-    assert all(rule.measured for rule in RULES)
+def specialised(**more: Any) -> Deployment:
+    config = {"decode_backend": "latency_specialized"}
+    model = replace(MODEL, layers=(MOE,))
+    return replace(deployment(**more), model=model, additional_config=config)
+
+
+MOE = replace(LAYER, dense_width=None, moe=MoESpec(8, 2, 128, 128))
+
+
+def test_latency_specialised_decoding_denies_all_at_once() -> None:
+    assert latency.refusals(deployment(H200, dtype="float32")) == ()  # nobody asked
+    assert latency.refusals(specialised(device=H200)) == ()
+    wanted = replace(
+        specialised(device=H200, dtype="float32", tensor_parallel_size=8),
+        enable_expert_parallel=True,
+        weight_formats=frozenset({"nvfp4", "bf16"}),
+        needs=frozenset({"act:mxfp4"}),
+    )
+    told = " ".join(refusal.reason for refusal in latency.refusals(wanted))
+    for part in ("8 ranks", "experts are spread", "not float32", "in nvfp4", "to mxfp4"):
+        assert part in told
+    wanted = replace(wanted, model=replace(MODEL, layers=(LAYER,)))
+    assert "no layer of this model" in latency.refusals(wanted)[-1].reason
+    with pytest.raises(Refused) as refused:
+        CudaBackend().open(replace(wanted, device=replace(H200, arch="sm_80")))
+    assert len(refused.value.refusals) > 5
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_a_layer_is_specialised_for_few_rows_alone() -> None:
+    def reasons_for(layer: LayerSpec, shape: StepShape) -> list[str]:
+        (found,) = stages.candidates("decoder_layer", layer, shape, specialised())
+        assert isinstance(found, Rejected)
+        return [refusal.reason for refusal in found.refusals]
+
+    assert stages.candidates("decoder_layer", MOE, DECODE, deployment()) == ()
+    wide = replace(DECODE, decode=Segment(8, 8, 1))
+    assert "this is one of 8 rows" in reasons_for(MOE, wide)[0]
+    chunk = replace(DECODE, decode=NONE, prefill=Segment(1, 2, 2))
+    assert "with a chunk of a prompt" in reasons_for(MOE, chunk)[0]
+    assert "layers with experts" in reasons_for(LAYER, DECODE)[0]
+
+
+def test_fused_inputs_say_what_they_do_not_take() -> None:
+    layer = replace(LAYER, q_lora_rank=64, indexer=replace(LAYER.indexer, hadamard=True))
+    wide = replace(DECODE, decode=Segment(64, 64, 1))
+    given = deployment(needs=frozenset({"act:fp8_block"}), kv_layout="e4m3fnuz")
+    (found,) = attn_stage.attn_inputs_candidates(layer, wide, given)
+    assert isinstance(found, Rejected)
+    told = " ".join(refusal.reason for refusal in found.refusals)
+    for part in ("LoRA of rank 64", "Hadamard", "quantised to fp8_block", "64", "e4m3fnuz"):
+        assert part in told

@@ -57,33 +57,25 @@ def test_loading_imports_no_vendor_library_and_no_torch(name: str, target: str) 
     assert json.loads(done.stdout) == []
 
 
-def test_probe_gathers_all_that_is_missing(kernelless: PluginRecord) -> None:
-    result = probe(kernelless, timeout=120)
-    assert (result.state, result.devices) == ("unavailable", ())
-    assert {refusal.source for refusal in result.refusals} == {kernelless.name}
-    last = result.refusals[-1]
-    assert last.subject == "kernels"
-    assert f"of {kernelless.distribution} has no kernels yet; found: " in last.reason
-    assert last.remedy == "--backend cpu"
+def test_a_tpu_that_is_missing_is_refused_with_every_reason(tpu: PluginRecord) -> None:
+    """Where JAX is, the host's interpreted device is found beside."""
+    result = probe(tpu, timeout=120)
+    assert {refusal.source for refusal in result.refusals} == {"tpu"}
+    assert "no TPU on the PCI bus" in result.refusals[0].reason
+    kinds = [found.device.kind for found in result.devices]
+    assert kinds == (["interpreted"] if find_spec("jax") else [])
+    with pytest.raises(Refused, match=r"^--backend tpu is refused for ") as refused:
+        select("tpu", records=[tpu], timeout=120)
+    assert set(result.refusals) <= set(refused.value.refusals)
 
 
-def test_named_backend_is_refused_with_all_of_it(kernelless: PluginRecord) -> None:
-    with pytest.raises(Refused, match=f"^--backend {kernelless.name} is refused for ") as refused:
-        select(kernelless.name, records=[kernelless], timeout=120)
-    assert set(refused.value.refusals) == set(probe(kernelless, timeout=120).refusals)
-
-
-def test_opening_is_refused(kernelless: PluginRecord) -> None:
-    backend = load_plugin(kernelless).backend
+def test_a_device_of_another_make_is_not_opened(tpu: PluginRecord) -> None:
+    backend = load_plugin(tpu).backend
     device = Device("real", "a device", "an arch", "cpu")
-    with pytest.raises(Refused, match=f"^--backend {kernelless.name} is refused for ") as refused:
+    with pytest.raises(Refused, match=r"^--backend tpu is refused for ") as refused:
         backend.open(Deployment(cast(ModelSpec, None), device))
-    assert "kernels" in {refusal.subject for refusal in refused.value.refusals}
-
-
-def test_declares_nothing_yet(kernelless: PluginRecord) -> None:
-    device = Device("real", "a device", "an arch", "cpu")
-    assert load_plugin(kernelless).backend.capabilities(device) == Capabilities(frozenset())
+    assert "device" in {refusal.subject for refusal in refused.value.refusals}
+    assert backend.capabilities(device) == Capabilities(frozenset())
 
 
 def test_hardware_says_nothing_against_a_common_deployment(record: PluginRecord) -> None:

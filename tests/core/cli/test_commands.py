@@ -100,7 +100,7 @@ def test_a_command_of_core_can_not_be_taken_over(ml4: Any, site: Any) -> None:
     assert "no such folder" in done.err
 
 
-@pytest.mark.parametrize("name", ["rocm", "tpu"])
+@pytest.mark.parametrize("name", ["rocm"])
 def test_a_known_missing_one_says_how_to_get_it(ml4: Any, name: str) -> None:
     distribution = f"ml4core-{name}"
     try:
@@ -110,13 +110,6 @@ def test_a_known_missing_one_says_how_to_get_it(ml4: Any, name: str) -> None:
     done = ml4(name, "run", "--backend", "x")
     assert (done.code, done.out) == (2, "")
     assert told in done.err
-
-
-@pytest.mark.parametrize("name", ["serve"])
-def test_what_has_not_landed_says_so(ml4: Any, name: str) -> None:
-    done = ml4(name)
-    assert (done.code, done.out) == (2, "")
-    assert f"has not landed in ml4core {__version__}" in done.err
 
 
 def test_an_unknown_one_is_a_usage_error(ml4: Any) -> None:

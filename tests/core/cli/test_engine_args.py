@@ -192,12 +192,12 @@ LANDED = {
     "enable_prefix_caching": True,
     "async_scheduling": True,
     "scheduling_policy": "priority",
+    "step_timeout_s": 60.0,
+    "limit_mm_per_prompt": {"image": 1},
 }
 NOT_LANDED = {
     "tokenizer_mode": "hf",
     "quantization": "fp8",
-    "served_model_name": ("a",),
-    "limit_mm_per_prompt": {"image": 1},
     "gpu_memory_utilization": 0.5,
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 2,
@@ -216,12 +216,15 @@ NOT_LANDED = {
     "attention_backend": "a",
     "compilation_config": {"mode": 3},
     "cudagraph_capture_sizes": (1, 2),
+}
+SERVER_ALONE = {
+    "served_model_name": ("a",),
     "tool_call_parser": "mistral",
+    "enable_auto_tool_choice": True,
     "reasoning_parser": "mistral",
 }
 NEEDS_OTHERS = {
     "enable_ep_weight_filter": {"enable_expert_parallel": True},
-    "enable_auto_tool_choice": {"tool_call_parser": "mistral"},
     "decode_context_parallel_size": {"tensor_parallel_size": 2},
     "dcp_comm_backend": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
     "dcp_q_replicate": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
@@ -231,7 +234,6 @@ NEEDS_OTHERS = {
 }
 VALUES = {
     "enable_ep_weight_filter": True,
-    "enable_auto_tool_choice": True,
     "decode_context_parallel_size": 2,
     "dcp_comm_backend": "a2a",
     "dcp_q_replicate": True,
@@ -242,7 +244,8 @@ VALUES = {
 
 
 def test_each_flag_is_listed_as_landed_or_not() -> None:
-    assert LANDED.keys() | NOT_LANDED.keys() | NEEDS_OTHERS.keys() == FLAGS.keys()
+    listed = LANDED.keys() | NOT_LANDED.keys() | NEEDS_OTHERS.keys() | SERVER_ALONE.keys()
+    assert listed == FLAGS.keys()
 
 
 @pytest.mark.parametrize("name", LANDED)
@@ -258,6 +261,13 @@ def test_flags_of_missing_parts_are_refused_by_name(name: str) -> None:
     assert refusal.source == "core"
     assert refusal.reason.endswith(f"has not landed in ml4core {__version__}")
     assert refusal.remedy
+
+
+@pytest.mark.parametrize("name", SERVER_ALONE)
+def test_flags_of_a_server_are_refused_elsewhere(name: str) -> None:
+    found = EngineArgs("m", **{"tool_call_parser": "mistral", name: SERVER_ALONE[name]}).refusals()
+    (refusal,) = [r for r in found if r.subject.split()[0] == FLAGS[name].name]
+    assert refusal.reason == "only a server looks at it: ml4 serve"
 
 
 @pytest.mark.parametrize("name", NEEDS_OTHERS)
@@ -296,9 +306,9 @@ def test_float16_is_refused_with_a_reason_of_its_own() -> None:
 
 def test_unknown_keys_of_landed_json_flags_are_refused_by_name() -> None:
     assert refused(
-        additional_config={"device": "fake", "decode_backend": "latency_specialized"},
+        additional_config={"device": "fake", "decode_backends": "latency_specialized"},
         attention_config={"use_trick": True},
-    ) == ["--attention-config use_trick", "--additional-config decode_backend"]
+    ) == ["--attention-config use_trick", "--additional-config decode_backends"]
 
 
 @pytest.mark.parametrize(
@@ -308,6 +318,9 @@ def test_unknown_keys_of_landed_json_flags_are_refused_by_name() -> None:
         ({"attention_config": {"index_layout": "foo"}}, "planar_f32"),
         ({"attention_config": {"index_layout": 3}}, "x-<distribution>/<name>"),
         ({"additional_config": {"device": True}}, "real or interpreted or fake"),
+        ({"additional_config": {"fp8_moe_requant": "nvfp4"}}, "works: mxfp4"),
+        ({"additional_config": {"fp8_moe_requant_rule": "best"}}, "even or floor or roundup"),
+        ({"additional_config": {"cpu": 3}}, "works: a JSON object"),
     ],
 )
 def test_values_of_known_keys_are_checked(values: dict[str, Any], works: str) -> None:

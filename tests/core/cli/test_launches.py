@@ -46,7 +46,11 @@ REPLICA_VALUES = {
     "kv_cache_dtype": "fp8_e4m3",
 }
 
-SERVER_FLAGS = {"--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser"}
+SERVER_FLAGS = {
+    "--tool-call-parser mistral",
+    "--enable-auto-tool-choice",
+    "--reasoning-parser mistral",
+}
 EIGHT_FLAGS = SERVER_FLAGS | {"--tensor-parallel-size"}
 NODE_FLAGS = {"--nnodes", "--master-addr", "--distributed-executor-backend mp"}
 REPLICA_FLAGS = {
@@ -85,7 +89,7 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "images": (
         f"""{EIGHT} --limit-mm-per-prompt '{{"image": 4}}'""",
         EIGHT_VALUES | {"limit_mm_per_prompt": {"image": 4}},
-        EIGHT_FLAGS | {"--limit-mm-per-prompt"},
+        EIGHT_FLAGS,
     ),
     "host offload": (
         f"{EIGHT} {HOST_POOL}",
@@ -107,7 +111,7 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             "additional_config": {"decode_backend": "latency_specialized"},
             "max_num_seqs": 64,
         },
-        EIGHT_FLAGS | {"--additional-config decode_backend"},
+        EIGHT_FLAGS,
     ),
     "bfloat16 cache": (
         f"{EIGHT} --kv-cache-dtype bfloat16",
@@ -125,6 +129,9 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         REPLICA_FLAGS,
     ),
 }
+
+LACKING = {"four devices, specialised decode": {"feature:latency_decode"}}
+"""What the backend can't do that is taken where no other is asked for."""
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
@@ -148,7 +155,14 @@ def test_generate_refuses_with_all_reasons_before_it_looks_for_the_model(
     assert done.err.count("  - [") == len(refused)
 
 
-def test_the_server_itself_has_not_landed(ml4: Any) -> None:
-    done = ml4("serve", *shlex.split(EIGHT))
-    assert (done.code, done.out) == (2, "")
-    assert "the server has not landed in ml4core" in done.err
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_the_server_refuses_what_has_not_landed_and_its_own_flags_never(
+    ml4: Any, launch: str
+) -> None:
+    line, _, refused = LAUNCHES[launch]
+    done = ml4("serve", *shlex.split(line), "--backend", "cpu", "--dry-run")
+    assert (done.code, done.out) == (3, "")
+    reasons = refused - SERVER_FLAGS | LACKING.get(launch, set())
+    for subject in reasons:
+        assert f"  - [core] {subject}: " in done.err
+    assert done.err.count("  - [") == len(reasons)

@@ -49,7 +49,8 @@ def shell(line: str, *argv: str) -> subprocess.CompletedProcess[bytes]:
         (["generate", "m", "--prompt", "a", "-tp", "8"], 3),
         (["generate", "/no/such/folder", "--prompt", "a"], 1),
         (["inspect", "/no/such/folder"], 1),
-        (["serve"], 2),
+        (["serve", "--port", "65536"], 2),
+        (["serve", "m", "-tp", "8"], 3),
         (["bench", "step", "--part", "nothing"], 2),
     ],
 )

@@ -20,6 +20,7 @@ COMMANDS = [
     "inspect",
     "plan",
     "quantize",
+    "serve",
 ]
 
 ENGINE_FLAGS = """
@@ -48,15 +49,29 @@ OPTIONS = {
     "bench step": """--batch-size --compare --context --input-len --json --output-len --part
         --repeats --requests --threads """
     + ENGINE_FLAGS,
+    "bench ops": "--backend --device --json --op --plot --repeats --size --threads",
+    "bench requant": "--json --repeats --rule --threads",
+    "bench serve": """--api-key --backend --base-url --burstiness --dataset-name --dataset-path
+        --devices --endpoint --goodput --host --ignore-eos --json --max-concurrency
+        --metric-percentiles --model --no-stream --num-prompts --num-warmups --output-len
+        --percentile-metrics --plot --port --random-input-len --random-output-len
+        --random-prefix-len --request-rate --result-dir --save-result --seed --temperature
+        --think-time-s""",
     "checkpoint": "",
     "quantize": """--all --experts-only --include-drafter --include-output
         --max-shard-bytes --mxfp4-rule --nvfp4-form --rest --to""",
     "checkpoint make": "--format --if-missing --overwrite --seed",
-    "generate": """--chat --raw --json --prompt --prompt-file --prompts --report --stream
-        --no-stream
+    "generate": """--chat --raw --json --json-schema --prompt --prompt-file --prompts --report
+        --stream --no-stream
         --frequency-penalty --ignore-eos --logprobs --max-tokens --min-p --min-tokens --n
         --presence-penalty --repetition-penalty --stop --stop-token-ids --temperature --top-k
         --top-p """
+    + ENGINE_FLAGS,
+    "serve": """--allowed-local-media-path --allowed-media-domains --api-key --dry-run
+        --host --log-format --max-logprobs --max-queue
+        --max-request-bytes --no-dry-run --no-vllm-metrics --null-step-ms --otlp-traces-endpoint
+        --port --ready-timeout-s --shutdown-grace-s --slow-reader-timeout-s --ssl-certfile
+        --ssl-keyfile --vllm-metrics """
     + ENGINE_FLAGS,
     "eval": "--full --json --length --limit --plot --text --weights " + ENGINE_FLAGS,
     "plan": """--context --device --held --json --memory --reserve --weights """ + ENGINE_FLAGS,

@@ -263,7 +263,7 @@ def test_a_call_that_was_broken_off_leaves_an_engine_that_serves(
     prompts = [[1, 2, 3], [4] * 20]
     want = engine.generate(prompts, params)
     owner, name = {
-        "draw": (engine.core._runner._sampler, "draw"),  # type: ignore[attr-defined]
+        "draw": (engine.core._runner._steps._sampler, "draw"),  # type: ignore[attr-defined]
         "launch": (engine.runner, "launch"),
         "result": (steps.HostCopy, "wait"),
     }[place]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
+import os
+import signal
 import threading
 import time
 import weakref
@@ -71,23 +72,28 @@ class StalledResult(Stalling):
         return handle
 
 
-@pytest.fixture
-def stalled() -> Iterator[Callable[..., tuple[Any, Callable[[Any], TimedSteps]]]]:
-    """Makes a runner that stalls, and steps whose limits are short from the stall on."""
-    made: list[tuple[Stalling, TimedSteps]] = []
+class Stalls:
+    """Wraps runners in ones that stall; ``made`` holds each, and the timed steps around it."""
 
-    def make(call: str, at: int, polls: bool) -> Callable[[Any], TimedSteps]:
+    def __init__(self) -> None:
+        self.made: list[tuple[Stalling, TimedSteps]] = []
+
+    def __call__(self, call: str, at: int, polls: bool) -> Callable[[Any], TimedSteps]:
         def wrap(runner: Any) -> TimedSteps:
             kind = StalledResult if call == "result" else Stalling
             slow = kind(runner, call, at, polls)
-            steps = TimedSteps(slow, LIMIT_S / FIRST)  # all of its shapes are new
-            made.append((slow, steps))
+            steps = TimedSteps(slow, LONG_S)  # a busy machine must not make honest steps late
+            self.made.append((slow, steps))
             return steps
 
         return wrap
 
-    yield made, make  # type: ignore[misc]
-    for slow, steps in made:
+
+@pytest.fixture
+def stalls() -> Iterator[Stalls]:
+    found = Stalls()
+    yield found
+    for slow, steps in found.made:
         slow.released.set()
         assert steps.close(), "its thread ends once the call does"
 
@@ -115,18 +121,15 @@ def test_in_time_nothing_changes(make_rig: Any, expect: Any, overlap: bool) -> N
 @pytest.mark.parametrize("polls", [False, True])
 @pytest.mark.parametrize("call", ["launch", "result"])
 def test_a_step_that_never_ends_stops_the_engine(
-    make_rig: Any, expect: Any, stalled: Any, call: str, polls: bool, overlap: bool
+    make_rig: Any, expect: Any, stalls: Stalls, call: str, polls: bool, overlap: bool
 ) -> None:
-    made, make = stalled
-    rig = make_rig(overlap=overlap, wrap=make(call, 4, polls))
-    slow, steps = made[0]
-    # A busy machine must not make honest steps late.
-    steps._seconds = LONG_S
+    rig = make_rig(overlap=overlap, wrap=stalls(call, 4, polls))
+    slow, steps = stalls.made[0]
     for name in "ab":
         rig.core.add_request(name, [7, 8, 9, len(name)], GREEDY)
     while slow.steps < 3:
         rig.step()
-    steps._seconds = LIMIT_S / FIRST
+    steps._seconds = LIMIT_S / FIRST  # all of its shapes are new
     for _ in range(3):
         rig.step()
         if rig.core.fault is not None:
@@ -205,7 +208,7 @@ def test_an_interruption_waits_for_the_call() -> None:
     done: list[bool] = []
 
     def work() -> None:
-        _thread.interrupt_main()
+        os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.05)
         done.append(True)
 
@@ -217,14 +220,14 @@ def test_an_interruption_waits_for_the_call() -> None:
 
 
 def test_the_flag_sets_it(tmp_path: Path) -> None:
-    folder = make_seeded(tmp_path / "model", seed=0)
-    threads = []
+    folder, choice = make_seeded(tmp_path / "model", "micro"), select("cpu")
+    before, threads = set(threading.enumerate()), []
     for seconds in (0, 120.0):
         args = EngineArgs(str(folder), step_timeout_s=seconds, max_model_len=64)
-        engine = open_engine(args, choice=select("cpu"))
+        engine = open_engine(args, choice=choice)
         engine.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=2))
-        threads.append("ml4core-steps" in {thread.name for thread in threading.enumerate()})
+        threads.append([one.name for one in threading.enumerate() if one not in before])
         engine.close()
         engine.close()
-    assert threads == [False, True]
-    assert "ml4core-steps" not in {thread.name for thread in threading.enumerate()}
+    assert threads == [[], ["ml4core-steps"]]
+    assert not set(threading.enumerate()) - before

@@ -284,3 +284,15 @@ def test_control_characters_of_a_plugin_reach_no_terminal() -> None:
         opened(raising(RuntimeError("red \x1b[31m, bell \x07, turned \u202e")))
     assert str(refused.value).replace("\n", "").isprintable()
     assert r"red \x1b[31m, bell \x07, turned \u202e" in str(refused.value)
+
+
+def test_switches_that_a_session_tells_are_words() -> None:
+    made: Any = Session()
+    assert opened(made).switches == {}
+    made.switches = {"fast math": "off (default)"}
+    assert opened(made).switches == {"fast math": "off (default)"}
+    for wrong in ({"fast math": False}, ["fast math"], {3: "off"}):
+        made.switches = wrong
+        with pytest.raises(Refused) as refused:
+            opened(made)
+        assert "no words by word" in told(refused)

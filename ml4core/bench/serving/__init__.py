@@ -1,0 +1,1 @@
+"""What a server does under load, as its clients see it."""

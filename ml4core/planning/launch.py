@@ -1,0 +1,170 @@
+"""A launch judged without weights and, where there is none, without a device: every reason against
+it at once, whichever part it lies in.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ml4core import registry
+from ml4core.api import Capabilities, Deployment, Device, ModelSpec, Refusal, Refused
+from ml4core.engine import resolve as resolving
+from ml4core.engine import switches
+from ml4core.engine.args import EngineArgs
+from ml4core.engine.errors import ArgumentsError
+from ml4core.engine.speculative_config import refusals as draft_refusals
+from ml4core.models.checkpoint import Checkpoint
+from ml4core.models.hub import is_local, resolve_model
+from ml4core.models.requant import SOURCES, TARGET
+from ml4core.models.shards import EXPERT_ROLES
+from ml4core.planning.model import PlannedModel, checkpoint_model, published_model
+from ml4core.planning.plan import Plan, PlanOptions, make_plan
+
+_PUBLISHED = re.compile(r"mistralai/Mistral-Large-4(-[A-Za-z0-9.]+)*")
+_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "parallel:tp": "--tensor-parallel-size",
+        "parallel:pp": "--pipeline-parallel-size",
+        "parallel:dp": "--data-parallel-size",
+        "parallel:dcp": "--decode-context-parallel-size",
+        "parallel:pcp": "--prefill-context-parallel-size",
+        "parallel:ep": "--enable-expert-parallel",
+        "parallel:multi_node": "--nnodes",
+        "feature:kv_transfer": "--kv-transfer-config",
+        "feature:host_offload": "--kv-transfer-config",
+    }
+)
+"""Word -> the flag that needs it. A flag that core can't serve yet says all there is to say."""
+_FORMS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "quark": "mxfp4", "bf16": "bf16"}
+"""Words in a published name -> the form of its weights; without one it is FP8."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What became of it.
+
+    Attributes:
+        choice: the backend and its devices; None if there are none.
+        deployment: None where no device or no model is known to judge by.
+        plan: None there, too, and where the model can't be planned with these flags.
+        refusals: every reason against it, sorted.
+        what: what is refused.
+    """
+
+    choice: registry.Choice | None
+    deployment: Deployment | None
+    plan: Plan | None
+    refusals: tuple[Refusal, ...]
+    what: str
+
+    def check(self) -> None:
+        """Raises ``Refused`` with all reasons, if there is one."""
+        if self.refusals:
+            raise Refused(self.refusals, self.what)
+
+
+def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Launch:
+    """The launch of these flags. A published model that isn't here is judged by its published
+    shape; without a device of the kind that is asked for, a named backend by the one that it names
+    for this (``reference_device``).
+
+    Raises ``ArgumentsError`` for flags that contradict each other or the environment.
+    """
+    args = switches.with_environment(args, environment)
+    found, what, choice = list(args.refusals()), "this deployment", None
+    kind = args.additional_config.get("device")
+    try:
+        choice = registry.select(args.backend, device_kind=str(kind) if kind else None)
+    except Refused as refused:
+        found += refused.refusals
+        what = refused.what
+    model, subject = _model(args), choice or _reference(args.backend)
+    if model is None or subject is None:
+        return Launch(choice, None, None, tuple(sorted(set(found))), what)
+    plugin, device, capabilities = _parts(subject)
+    options = PlanOptions(fp8=capabilities.defaults.get("fp8", PlanOptions.fp8))
+    made = None
+    try:
+        made = make_plan(model, args, options)
+    except ArgumentsError as error:  # a reason beside the others
+        parts = (text.partition(": ") for text in error.problems)
+        found += (Refusal("core", flag, text) for flag, _, text in parts)
+    spec = model.spec if args.speculative_config else replace(model.spec, draft=None, taps=())
+    deployment = _deployment(args, spec, model, device, capabilities)
+    experts = {lot.format for lot in model.table.lots if lot.role in EXPERT_ROLES}
+    found += resolving.layout_refusals(deployment)
+    found += resolving.limit_refusals(spec, capabilities)
+    found += switches.refusals(args.additional_config, experts, capabilities)
+    config = resolving.speculation(args, spec)
+    if config is not None and spec.draft is not None:
+        rows = deployment.max_num_batched_tokens
+        found += draft_refusals(config, spec.draft, capabilities, rows)
+    told = {refusal.subject for refusal in found}
+    try:
+        registry.check(deployment, capabilities, plugin.manager)
+    except Refused as refused:
+        found += (one for one in refused.refusals if _FLAGS.get(one.subject) not in told)
+    return Launch(choice, deployment, made, tuple(sorted(set(found))), what)
+
+
+def _deployment(
+    args: EngineArgs,
+    spec: ModelSpec,
+    model: PlannedModel,
+    device: Device,
+    capabilities: Capabilities,
+) -> Deployment:
+    converts = switches.REQUANT in args.additional_config
+    formats = set()
+    for lot in model.table.without("vision", *(() if spec.draft else ("drafter",))).lots:
+        converted = converts and lot.role in EXPERT_ROLES and lot.format in SOURCES
+        if lot.kind in ("matrix", "plain"):
+            formats.add(TARGET if converted else lot.format)
+    return resolving.resolve(
+        args, spec, frozenset(formats), model.table.stored, device, capabilities
+    )
+
+
+def _model(args: EngineArgs) -> PlannedModel | None:
+    """The model that is here, or the published one of that name; None for one that would have to
+    be downloaded first.
+    """
+    if is_local(args.model):
+        path = resolve_model(args.model, args.revision, args.download_dir)
+        return checkpoint_model(Checkpoint.open(Path(path), require_tensors=False))
+    if not _PUBLISHED.fullmatch(args.model):
+        return None
+    words = args.model.lower().split("-")
+    return published_model(next((_FORMS[word] for word in words if word in _FORMS), "fp8"))
+
+
+Subject = tuple[registry.LoadedPlugin, Device]
+
+
+def _reference(name: str) -> Subject | None:
+    """A named backend with the device that it names; None for ``auto``, for one that can't be
+    loaded, and for one that names none.
+    """
+    if name == registry.AUTO:
+        return None
+    try:
+        plugin = registry.load_plugin(registry.find(name))
+    except Refused:  # why has been told already
+        return None
+    device: Any = getattr(plugin.backend, "reference_device", None)
+    return (plugin, device) if isinstance(device, Device) else None
+
+
+def _parts(
+    subject: registry.Choice | Subject,
+) -> tuple[registry.LoadedPlugin, Device, Capabilities]:
+    if isinstance(subject, registry.Choice):
+        return subject.plugin, subject.device, subject.capabilities
+    plugin, device = subject
+    return plugin, device, plugin.backend.capabilities(device)

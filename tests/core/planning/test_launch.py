@@ -1,0 +1,124 @@
+"""A launch judged without weights: what is known, what is not, and every reason at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ml4core import registry
+from ml4core.api import Refusal, Refused
+from ml4core.engine.args import EngineArgs
+from ml4core.engine.errors import ArgumentsError
+from ml4core.planning.launch import judge
+
+PUBLISHED = "mistralai/Mistral-Large-4-1T-A52B"
+WHY = Refusal("cpu", "device", "it is not there", "another")
+
+
+@pytest.fixture(scope="module")
+def choice() -> registry.Choice:
+    return registry.select("cpu")
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, choice: registry.Choice) -> None:
+    monkeypatch.setattr(registry, "select", lambda name, **more: choice)
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def select(name: str, **more: Any) -> Any:
+        raise Refused([WHY], what=f"--backend {name}")
+
+    monkeypatch.setattr(registry, "select", select)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_model_that_is_here_is_judged_by_its_headers() -> None:
+    launch = judge(EngineArgs("ml4-tiny", backend="cpu"), {})
+    launch.check()
+    assert launch.refusals == ()
+    assert launch.plan is not None
+    assert launch.plan.fits
+    assert launch.deployment is not None
+    assert launch.deployment.model.draft is None  # nothing asks for it
+    assert {"bf16", "fp8_block"} <= launch.deployment.weight_formats
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [(PUBLISHED, "fp8_block"), (f"{PUBLISHED}-NVFP4", "nvfp4"), (f"{PUBLISHED}-Quark", "mxfp4")],
+)
+def test_a_published_model_is_judged_by_its_shape(name: str, format: str) -> None:
+    launch = judge(EngineArgs(name, backend="cpu", max_model_len=4096), {})
+    assert launch.deployment is not None
+    assert format in launch.deployment.weight_formats
+    assert launch.refusals == ()
+
+
+@pytest.mark.usefixtures("here")
+def test_another_model_would_have_to_be_downloaded_first() -> None:
+    launch = judge(EngineArgs("someone/Something", backend="cpu"), {})
+    assert (launch.deployment, launch.plan, launch.refusals) == (None, None, ())
+
+
+@pytest.mark.usefixtures("here")
+def test_reasons_of_every_part_stand_together() -> None:
+    """Flags that no engine serves, a plan that can't be, a switch, and what the backend lacks."""
+    config = {
+        "decode_backend": "latency_specialized",
+        "fp8_moe_requant": "mxfp4",
+        "fp8_moe_requant_act": "a4w4",
+    }
+    args = EngineArgs(
+        PUBLISHED,
+        backend="cpu",
+        pipeline_parallel_size=2,
+        max_model_len=4096,
+        additional_config=config,
+    )
+    launch = judge(args, {})
+    assert launch.plan is None
+    subjects = [refusal.subject for refusal in launch.refusals]
+    assert set(subjects) == {
+        "--pipeline-parallel-size",
+        "VLLM_FP8_MOE_REQUANT_ACT a4w4",
+        "feature:latency_decode",
+    }
+    with pytest.raises(Refused) as refused:
+        launch.check()
+    assert refused.value.refusals == launch.refusals
+
+
+@pytest.mark.usefixtures("missing")
+def test_without_a_device_to_judge_by_the_backend_alone_is_told() -> None:
+    launch = judge(EngineArgs(PUBLISHED, backend="cpu"), {})
+    assert (launch.choice, launch.deployment, launch.refusals) == (None, None, (WHY,))
+    with pytest.raises(Refused, match=r"^--backend cpu is refused for 1 reason"):
+        launch.check()
+    assert judge(EngineArgs(PUBLISHED), {}).refusals == (WHY,)  # auto names none
+
+
+@pytest.mark.usefixtures("missing")
+def test_a_backend_names_the_device_that_stands_in(
+    monkeypatch: pytest.MonkeyPatch, choice: registry.Choice
+) -> None:
+    backend = type(choice.backend)
+    monkeypatch.setattr(backend, "reference_device", choice.device, raising=False)
+    launch = judge(EngineArgs(PUBLISHED, backend="cpu", max_model_len=4096), {})
+    assert launch.refusals == (WHY,)
+    assert launch.choice is None
+    assert launch.plan is not None
+    assert launch.deployment is not None
+    assert launch.deployment.device == choice.device
+
+
+@pytest.mark.usefixtures("here")
+def test_the_environment_is_part_of_it() -> None:
+    launch = judge(EngineArgs("ml4-tiny", backend="cpu"), {"VLLM_FP8_MOE_REQUANT": "mxfp4"})
+    assert launch.deployment is not None
+    assert "mxfp4" in launch.deployment.weight_formats
+    with pytest.raises(ArgumentsError, match="VLLM_FP8_MOE_REQUANT: 'x'; works: mxfp4"):
+        judge(EngineArgs("ml4-tiny", backend="cpu"), {"VLLM_FP8_MOE_REQUANT": "x"})

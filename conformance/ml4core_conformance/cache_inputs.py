@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ml4core_conformance.case import Pages
 from ml4core_conformance.draw import Draw
-from ml4core_conformance.oracle.kv_numbers import e4m3_values
+from ml4core_conformance.oracle.kv_numbers import e4m3_values, finite_amax, least_e4m3
 from ml4core_conformance.oracle.layouts import (
     INDEX_LAYOUTS,
     LATENT,
@@ -19,6 +20,7 @@ from ml4core_conformance.oracle.layouts import (
     ByteLayout,
     byte_layout,
 )
+from ml4core_conformance.oracle.numbers import NVFP4_GROUP
 
 Role = Literal["latent", "index"]
 ACTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -90,9 +92,13 @@ def raw_pages(draw: Draw, role: Role, id: str, blocks: int, size: int) -> Pages:
 
 
 def tie_free(rows: Tensor, id: str) -> Tensor:
-    """Rows [...] for a cache with one scale for all, ``SCALE``. Zero replaces what, over the scale,
-    lies near the middle of two E4M3 values: there the quotient's own rounding might decide.
+    """Rows [...] for a cache whose scales are no powers of two. Zero replaces what, over its scale,
+    lies near the middle of two stored values: there the quotient's own rounding might decide.
     """
+    if id == "nvfp4_ds_mla":
+        return _tie_free_fours(rows)
+    if id not in ("e4m3", "e4m3fnuz"):
+        return rows
     flavour = "e4m3fnuz" if id == "e4m3fnuz" else "e4m3fn"
     values = torch.tensor(e4m3_values(flavour)[:0x7E])
     middles = (values[1:] + values[:-1]) / 2
@@ -103,6 +109,24 @@ def tie_free(rows: Tensor, id: str) -> Tensor:
         middle = middles[index.clamp(0, len(middles) - 1)]
         near |= (size / middle - 1).abs() < 2e-3
     return torch.where(near, torch.zeros_like(rows), rows)
+
+
+def _tie_free_fours(rows: Tensor) -> Tensor:
+    """Rows [..., 576] of which no latent value lies near the middle of two E2M1 values, but where
+    the quotient is exact.
+    """
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64)
+    rows = rows.clone()
+    groups = rows[..., :LATENT].unflatten(-1, (-1, NVFP4_GROUP))
+    while True:
+        amax = finite_amax(groups.float().numpy()) / 6
+        scale = e4m3_values("e4m3fn")[least_e4m3(np.maximum(amax, 2.0**-9))]
+        size = groups.double().abs() / torch.from_numpy(scale).unsqueeze(-1)
+        near = ((size.unsqueeze(-1) / middles - 1).abs() < 2e-3).any(-1)
+        near &= torch.from_numpy(np.frexp(scale)[0] != 0.5).unsqueeze(-1)  # no power of two
+        if not near.any():
+            return rows
+        groups[near] = 0  # which may be the largest: then the scale is another
 
 
 def nan_byte(layout: ByteLayout) -> int:

@@ -85,13 +85,18 @@ def _module_checks(module: str) -> Sequence[Check]:
         found = list(import_module(module).checks())
         validate(found)
     except Exception as error:
-        return [_broken(module, f"{type(error).__name__}: {error}")]
+        name = module.rpartition(".")[2]
+        reason = f"{module} gives no checks: {type(error).__name__}: {error}"
+        return [broken(f"{BROKEN}[{name}]", reason)]
     return found
 
 
-def _broken(module: str, reason: str) -> Check:
-    def run(subject: Subject) -> None:
-        raise RuntimeError(f"{module} gives no checks: {reason}")
+def broken(id: str, reason: str) -> Check:
+    """Stands for a check, or for all of a module or plugin, that can't be had: an ERROR."""
 
-    doc = "A module of the suite gives its checks. If not, the suite itself is at fault."
-    return Check(BROKEN, "plugin", run, doc, variant=module.rpartition(".")[2])
+    def run(subject: Subject) -> None:
+        raise RuntimeError(reason)
+
+    doc = "A module of the suite, or a plugin, gives its checks. If not, it is itself at fault."
+    family, _, variant = id.removesuffix("]").partition("[")
+    return Check(family, "plugin", run, doc, variant=variant)

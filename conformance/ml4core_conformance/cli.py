@@ -15,11 +15,17 @@ import typer
 from ml4core.cli import output
 from ml4core.cli.exits import INTERRUPTED, USAGE, UsageError
 from ml4core_conformance.check import PROFILES
+from ml4core_conformance.listing import (
+    chosen_checks,
+    explained,
+    facts,
+    known_checks,
+    none_matches,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ml4core_conformance.check import Check
     from ml4core_conformance.results import Result
     from ml4core_conformance.waivers import Waiver
 
@@ -39,6 +45,9 @@ Profiles = Annotated[
 ]
 Expression = Annotated[
     str, typer.Option("-k", help="Checks whose id holds these words; and, or, not, ( and ).")
+]
+Plugin = Annotated[
+    str, typer.Option("--backend", help="With the checks that this backend's plugin adds.")
 ]
 Files = Annotated[list[Path], typer.Argument(help="Results of `run --json`.", exists=True)]
 
@@ -88,7 +97,9 @@ def run(
     chosen = Selection(
         tuple(profile or ()), expression, api or served_api(found), found.target.seeds
     )
-    total = len(_choose(chosen))
+    total = len(chosen_checks(chosen, found.checks))
+    if not total:
+        raise UsageError(none_matches(chosen))
     with Progress(backend, total) as progress:
         result = examine(found, chosen, jobs=jobs, waivers=known, observe=progress.take)
     _write(result, json, junit, html)
@@ -101,13 +112,14 @@ def list_checks(
     profile: Profiles = None,
     expression: Expression = "",
     as_json: Annotated[bool, typer.Option("--json", help="A list of objects.")] = False,
+    backend: Plugin = "",
 ) -> None:
     """List the checks."""
     from ml4core_conformance.results import Selection
 
-    checks = _choose(Selection(tuple(profile or ()), expression))
+    checks = chosen_checks(Selection(tuple(profile or ()), expression), known_checks(backend))
     if as_json:
-        output.write_json([_facts(check) for check in checks])
+        output.write_json([facts(check) for check in checks])
     else:
         output.write("".join(f"{check.profile:<8} {check.id}\n" for check in checks))
         output.note(f"{len(checks)} checks")
@@ -116,17 +128,16 @@ def list_checks(
 @app.command()
 def explain(
     check: Annotated[str, typer.Argument(help="Id of a check, or of a family.", metavar="CHECK")],
+    backend: Plugin = "",
 ) -> None:
     """Say what a check proves, and what it asks of a backend."""
-    from ml4core_conformance.catalog import all_checks
-
-    checks = all_checks()
+    checks = known_checks(backend)
     named = [each for each in checks if check in (each.id, each.family)]
     if not named:
         near = [each.id for each in checks if check.lower() in each.id.lower()][:5]
         hint = f"; did you mean {', '.join(near)}?" if near else "; `list` shows all"
         raise UsageError(f"no check {check!r}{hint}")
-    output.write("\n".join(map(_explained, named)))
+    output.write("\n".join(map(explained, named)))
 
 
 @app.command()
@@ -216,6 +227,10 @@ def self_test(
     except ExpressionError as error:
         raise UsageError(str(error)) from None
     chosen = [mutant for mutant in mutants() if meant(mutant.name)]
+    if not chosen:
+        raise UsageError(
+            f"-k {expression!r}: no mutant is called so; works: part of a name, as topk or fault"
+        )
     found = find(backend)
     outcome = selftest(
         found, chosen, full=full, jobs=jobs, partial=bool(expression), tell=output.note
@@ -235,22 +250,6 @@ def exit_code(result: Result) -> int:
         "not conformant": NOT_CONFORMANT,
     }
     return codes.get(result.verdict, INCOMPLETE)
-
-
-def _choose(selection: object) -> Sequence[Check]:
-    from ml4core_conformance.catalog import all_checks, choose
-    from ml4core_conformance.results import Selection
-
-    assert isinstance(selection, Selection)
-    try:
-        return choose(
-            all_checks(),
-            profiles=selection.profiles,
-            expression=selection.expression,
-            api=selection.api,
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 def _load(file: Path) -> Result:
@@ -285,36 +284,6 @@ def _write(result: Result, json: Path | None, junit: Path | None, html: Path | N
         from ml4core_conformance.report.page import write_page
 
         write_page([result], html)
-
-
-def _facts(check: Check) -> dict[str, object]:
-    return {
-        "id": check.id,
-        "family": check.family,
-        "profile": check.profile,
-        "requires": sorted(check.requires),
-        "since": check.since,
-        "provisional": check.provisional,
-        "isolated": check.isolated,
-        "timeout_s": check.timeout_s,
-        "bugs": list(check.bugs),
-        "doc": check.doc,
-    }
-
-
-def _explained(check: Check) -> str:
-    lines = [check.id, f"  {check.doc}", f"  profile: {check.profile}"]
-    if check.requires:
-        lines.append(f"  requires: {', '.join(sorted(check.requires))}; else to be refused")
-    lines.append(f"  judges backends of API {check.since} and newer")
-    if check.provisional:
-        lines.append("  provisional: reported, and gates nothing yet")
-    if check.isolated:
-        lines.append("  runs in a process of its own")
-    lines.append(f"  fails after {check.timeout_s:g} s")
-    if check.bugs:
-        lines.append(f"  guards against: {', '.join(check.bugs)}")
-    return "\n".join(lines) + "\n"
 
 
 __all__ = ["USAGE", "app", "exit_code"]

@@ -15,6 +15,8 @@ from typing import Any
 
 from ml4core.api import Backend, Capabilities, Device
 from ml4core.registry import FoundDevice, PluginRecord, describe, find, probe
+from ml4core_conformance.check import Check
+from ml4core_conformance.own_checks import told_checks
 from ml4core_conformance.results import CapabilityFacts, DeviceFacts, GitFacts, PluginFacts
 from ml4core_conformance.target import NO_DEVICE, Target
 
@@ -28,6 +30,7 @@ class Found:
 
     Attributes:
         absent: why the backend has no device here, where the target's is ``NO_DEVICE``.
+        own: the checks that the plugin adds, as data.
     """
 
     target: Target
@@ -35,6 +38,12 @@ class Found:
     device: DeviceFacts
     capabilities: CapabilityFacts
     absent: str = ""
+    own: tuple[Check, ...] = ()
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """The suite's, and the plugin's own."""
+        return (*self.target.source(), *self.own)
 
 
 def find_plugin(name: str, *, device_kind: str = "real", **more: Any) -> Found:
@@ -50,7 +59,8 @@ def find_plugin(name: str, *, device_kind: str = "real", **more: Any) -> Found:
     if answer.refusals and absent:
         absent = "; ".join(map(str, answer.refusals))
     target = Target(device, record=record, options=_options(device_kind), **more)
-    return Found(target, _plugin(record), _device(device), capabilities, absent)
+    own = () if answer.state == "broken" else told_checks(record)
+    return Found(target, _plugin(record), _device(device), capabilities, absent, own)
 
 
 def find_object(backend: Backend, *, device_kind: str = "real", **more: Any) -> Found:

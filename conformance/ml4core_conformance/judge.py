@@ -21,10 +21,12 @@ _FRAMES = 4
 def judge(subject: Subject, check: Check) -> CheckResult:
     """The result of a check. Whatever Python can catch is in it; interruptions are passed on."""
     subject.measures.clear()
+    subject.exercised.clear()
     start = time.monotonic()
     status, reason, raised = _run(subject, check)
     seconds = time.monotonic() - start
-    return CheckResult.of(check, status, reason, subject.measures, seconds, raised)
+    measures, exercised = subject.measures, subject.exercised
+    return CheckResult.of(check, status, reason, measures, seconds, raised, exercised)
 
 
 def judge_unit(subject: Subject, checks: Sequence[Check]) -> Iterator[CheckResult]:

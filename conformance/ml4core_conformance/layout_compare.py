@@ -26,7 +26,7 @@ def some_rows(
     infinities and NaN in one row.
     """
     rows = draw.normal(count, layout.width) * torch.exp2(draw.integers(count, 1, low=-6, high=7))
-    if layout.scaled:
+    if layout.role == "latent":
         rows = tie_free(rows.to(dtype).float(), layout.id)
     if count > 2:
         rows[0] = 0

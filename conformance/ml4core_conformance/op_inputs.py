@@ -24,6 +24,7 @@ QUANTIZED_ACTIVATIONS: tuple[tuple[str, str], ...] = (
     ("fp8_tensor", "fp8_tensor"),
     ("fp8_block", "mxfp4"),
     ("mxfp4", "mxfp4"),
+    ("nvfp4", "nvfp4"),
 )
 """Declared compute variants of products, as formats of the activation and of the weight.
 

@@ -70,7 +70,7 @@ def chosen_checks(config: pytest.Config, named: str = "") -> Sequence[Check]:
             seeds=tuple(range(config.getoption("--ml4-seeds"))),
         )
         checks = choose(
-            found.target.source(),
+            found.checks,
             profiles=config.getoption("--ml4-profile"),
             api=served_api(found),
         )

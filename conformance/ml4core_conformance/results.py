@@ -56,6 +56,7 @@ class CheckResult:
         measures: what was judged, the worst of each kind.
         seconds: that it took.
         requires: the capability words without which it isn't made.
+        exercises: further ones with which it was made.
         raised: type of the exception that ended it, empty if none did.
         waiver: for WAIVED, the reason and link of the waiver.
     """
@@ -71,6 +72,7 @@ class CheckResult:
     since: int = 1
     provisional: bool = False
     requires: tuple[str, ...] = ()
+    exercises: tuple[str, ...] = ()
     bugs: tuple[str, ...] = ()
     raised: str = ""
     waiver: str = ""
@@ -86,6 +88,7 @@ class CheckResult:
         measures: Iterable[Measure] = (),
         seconds: float = 0.0,
         raised: str = "",
+        exercises: Iterable[str] = (),
     ) -> CheckResult:
         return cls(
             id=check.id,
@@ -99,6 +102,7 @@ class CheckResult:
             since=check.since,
             provisional=check.provisional,
             requires=tuple(sorted(check.requires)),
+            exercises=tuple(sorted({*exercises} - check.requires)),
             bugs=check.bugs,
             raised=raised,
         )

@@ -124,7 +124,7 @@ def _exclusive_last(checks: Iterable[Check]) -> list[Check]:
 
 
 def _run_here(target: Target, checks: Sequence[Check], keep: Observer) -> None:
-    backend = target.load()
+    backend, suite = target.load(), target.suite()
     if isinstance(backend, Unloadable):
         checks = [check for check in checks if check.profile == "plugin"]
     for unit in units(_exclusive_last(checks)):
@@ -132,7 +132,8 @@ def _run_here(target: Target, checks: Sequence[Check], keep: Observer) -> None:
             reason = "may crash or hang, and needs a process of its own; --jobs 1 gives one"
             keep(CheckResult.of(unit[0], Status.NOT_RUN, reason))
             continue
-        for result in judge_unit(target.subject(backend), unit):
+        here = target.checks([check.id for check in unit], suite)
+        for result in judge_unit(target.subject(backend), here):
             keep(result)
 
 

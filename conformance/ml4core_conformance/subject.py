@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,12 +14,16 @@ from ml4core.registry import PluginRecord
 from ml4core_conformance.check import CheckFailed, Measure
 from ml4core_conformance.evaluation import Evaluation, evaluate
 from ml4core_conformance.offered import offered_ops
+from ml4core_conformance.own_checks import harness
 from ml4core_conformance.refusing import fields
 
 if TYPE_CHECKING:
     from ml4core_conformance.case import OpCase
+    from ml4core_conformance.hookspecs import Harness
 
 T = TypeVar("T")
+EXERCISED = ("stage:", "kv:", "index:", "weights:", "act:", "spec:", "feature:")
+"""Prefixes of what a step can show. Ops have checks of their own, each."""
 
 
 @dataclass
@@ -36,6 +40,7 @@ class Subject:
         options: ``additional_config`` for every session.
         small: only cases marked ``small`` are to be judged, as the self-test asks.
         measures: what the running check has judged so far.
+        exercised: capability words that it has run with so far, of prefixes in ``EXERCISED``.
     """
 
     backend: Backend
@@ -45,12 +50,18 @@ class Subject:
     options: Mapping[str, Any] = field(default_factory=dict)
     small: bool = False
     measures: list[Measure] = field(default_factory=list)
+    exercised: set[str] = field(default_factory=set)
     _evaluations: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
     _sessions: list[Session] = field(default_factory=list)
     _shared: dict[str, Any] = field(default_factory=dict)
     _by_needs: dict[frozenset[str], tuple[Session, Mapping[str, Callable[..., Any]]]] = field(
         default_factory=dict
     )
+
+    @cached_property
+    def harness(self) -> Harness | None:
+        """What the plugin offers for fault injection and the like; None for most."""
+        return harness(self.record, self.backend)
 
     @cached_property
     def capabilities(self) -> Capabilities:
@@ -64,6 +75,10 @@ class Subject:
                 f"{measure.what}: error {measure.error:.3g} is above the bound {measure.bound:.3g} "
                 f"({measure.ratio:.3g} times) at {measure.where}"
             )
+
+    def exercise(self, words: Iterable[str]) -> None:
+        """Notes what the running check has run with, though it doesn't ask for it."""
+        self.exercised.update(word for word in words if word.startswith(EXERCISED))
 
     def deployment(self, model: ModelSpec | None = None, **changes: Any) -> Deployment:
         """A deployment of the device's defaults; ``changes`` are fields of ``Deployment``."""

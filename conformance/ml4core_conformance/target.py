@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -10,6 +10,7 @@ from ml4core.api import Backend, Deployment, Device, Refused
 from ml4core.registry import PluginRecord, load_plugin
 from ml4core_conformance.catalog import all_checks
 from ml4core_conformance.check import Check
+from ml4core_conformance.own_checks import resolved
 from ml4core_conformance.subject import Subject
 
 NO_DEVICE = Device("fake", "no device", "none", "cpu")
@@ -56,6 +57,14 @@ class Target:
             except Refused as refused:
                 return Unloadable(self.record.name, refused)
         return self.wrap(backend) if self.wrap else backend
+
+    def suite(self) -> Mapping[str, Check]:
+        """The suite's checks, by id."""
+        return {check.id: check for check in self.source()}
+
+    def checks(self, ids: Iterable[str], suite: Mapping[str, Check]) -> Sequence[Check]:
+        """The checks of these ids, of the suite and of the plugin, to be run in this process."""
+        return resolved(ids, self.record, suite)
 
     def subject(self, backend: Backend) -> Subject:
         return Subject(

@@ -45,8 +45,11 @@ CONFIG = SeededConfig(
     expert_width=128,
     vocab=512,
     yarn_original=32,
+    index_interleave=False,
 )
-"""``yarn_original`` is small, so that prompts of the checks reach where positions are stretched."""
+"""``yarn_original`` is small, so that prompts of the checks reach where positions are stretched.
+Indexers pair other dims than attention does, as one flag for both would go unnoticed otherwise.
+"""
 
 KV_OWNERS = (0, 1, 2, 3, 4, 5, 6)
 INDEX_OWNERS = (0, 1, 3, 4, 7)

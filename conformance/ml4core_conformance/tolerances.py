@@ -12,12 +12,24 @@ truncation, a second cast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 EPS: Mapping[str, float] = MappingProxyType({"float32": 2.0**-23, "bfloat16": 2.0**-7})
 """Distance from 1 to the next larger number. Rounding to nearest errs by half of it at most."""
+
+STORED_EPS: Mapping[str, float] = MappingProxyType(
+    {"float32": 2.0**-23, "bfloat16": 2.0**-7, "e4m3fn": 2.0**-3, "e4m3fnuz": 2.0**-3, "e2m1": 0.5}
+)
+"""The same of what caches store, by dtype of a layout's field. Scales don't count."""
+
+STORING = 2.0
+"""What an answer of an engine may differ by, in units of what its caches' rounding loses, where a
+cache is coarser than activations and its rows can't be looked at. A value near the middle of two
+stored numbers falls to either side, whatever the precision of what is computed; layer by layer that
+moves further ones, until two honest passes round independently: sqrt(2) of what one loses.
+"""
 
 TINY = 2.0**-126
 """The least normal number of both dtypes: a device may flush what is smaller to zero."""
@@ -60,6 +72,14 @@ _SPECIAL: Mapping[tuple[str, str], Tolerance] = MappingProxyType({})
 
 ALPHA = 1e-6
 """How often an honest sampler fails a test of its distribution, were seeds not fixed."""
+
+
+def coarser(fields: Iterable[str], dtype: str) -> bool:
+    """Whether a cache with fields of these dtypes stores less than activations of ``dtype`` hold.
+    Fields of other dtypes are scales.
+    """
+    stored = [STORED_EPS[field] for field in fields if field in STORED_EPS]
+    return max(stored, default=0.0) > EPS[dtype]
 
 
 def tolerance(op: str, variant: str, dtype: str) -> Tolerance:

@@ -70,7 +70,7 @@ def examine(
     """A whole run, as the file says it; of the selection, ``only`` the checks of these ids. Raises
     ``ValueError`` for a selection that can't be.
     """
-    checks = tuple(found.target.source())
+    checks = found.checks
     chosen = choose(
         checks,
         profiles=selection.profiles,

@@ -36,12 +36,11 @@ def work(target: Target, connection: Connection, log: str, threads: int) -> None
     os.dup2(output, 2)
     faulthandler.enable(file=2)
     torch.set_num_threads(max(1, min(torch.get_num_threads(), threads)))
-    backend = target.load()
-    checks = {check.id: check for check in target.source()}
+    backend, suite = target.load(), target.suite()
     connection.send((READY, None))
     while (ids := connection.recv()) is not None:
         os.ftruncate(output, 0)
-        unit = [checks[id] for id in ids]
+        unit = target.checks(ids, suite)
         limits = [*(check.timeout_s for check in unit[1:]), CLOSING_S, CLOSING_S]
         faulthandler.dump_traceback_later(unit[0].timeout_s, file=2)
         results: Iterator[CheckResult] = (

@@ -16,7 +16,7 @@ import pytest
 from ml4core_conformance.check import Check, Measure, Status
 from ml4core_conformance.report.diff import diff, text
 from ml4core_conformance.report.junit import to_junit
-from ml4core_conformance.report.matrix import to_markdown
+from ml4core_conformance.report.matrix import TITLES, to_markdown
 from ml4core_conformance.report.merge import merge
 from ml4core_conformance.results import (
     SCHEMA_FILE,
@@ -254,3 +254,38 @@ def test_the_matrix_says_what_was_proven_and_what_only_declared() -> None:
     assert "| `gemm` | - | ? |" in lines
     assert "| `act:bf16` | ✓ |" in lines
     assert "`toy` |  | NOT-RUN" not in page
+
+
+def test_what_a_check_was_made_with_is_shown_by_its_pass_alone() -> None:
+    words = ("kv:bf16", "kv:fp32", "act:bf16", "spec:dspark", "weights:bf16", "feature:images")
+    run = result(
+        made("a", Status.PASS, requires=("act:bf16",), exercises=("kv:bf16", "weights:bf16")),
+        made("b", Status.FAIL, requires=("spec:dspark",), exercises=("kv:fp32", "act:bf16")),
+        made("c", Status.UNSUPPORTED, requires=("feature:images", "weights:nvfp4")),
+        capabilities=CapabilityFacts.of({"features": [*words], "defaults": {}, "limits": {}}),
+    )
+    page = to_markdown([run])
+    single, _, pairs = page.partition("## What works together")
+
+    def mark(word: str) -> str:
+        prefix, _, name = word.partition(":")
+        rows = single.partition(f"### {TITLES[prefix]}")[2].partition("###")[0].splitlines()
+        return next(row for row in rows if row.startswith(f"| `{name}` |")).split()[3]
+
+    assert {word: mark(word) for word in words} == {
+        "kv:bf16": "✓",
+        "kv:fp32": "○",  # of a failure it was no more than a part
+        "act:bf16": "✓",
+        "spec:dspark": "✗",
+        "weights:bf16": "✓",
+        "feature:images": "○",  # refused with another word, which proves nothing of it
+    }
+    (row,) = (line for line in pairs.splitlines() if line.startswith("| `spec:dspark` |"))
+    (head,) = (line for line in pairs.splitlines() if line.startswith("|  |"))
+    marks = dict(zip(head.split("|")[2:], row.split("|")[2:], strict=True))
+    assert {key.strip(" `"): mark.strip() for key, mark in marks.items() if mark.strip()} == {
+        "kv:bf16": "○",
+        "kv:fp32": "✗",
+        "act:bf16": "✗",
+        "weights:bf16": "○",
+    }

@@ -12,47 +12,18 @@ import pytest
 
 from ml4core_conformance.catalog import all_checks
 from ml4core_conformance.mutants import mutants
+from ml4core_conformance.mutants.rows import ROWS
 from ml4core_conformance.selftest import SelfTest, means, selftest, text
 from ml4core_conformance.verify import find
 
-MUST_DIE = {
-    "last-head-zeroed": "ops.structure",
-    "attention-gain": "ops.bias",
-    "truncated": "bytes.rounding",
-    "few-bits": "ops.elements",
-    "attention-few-bits": "ops.elements",
-    "row-unwritten": "ops.written",
-    "page-off-by-one": "ops.elements layout.cross_read",
-    "one-byte-more": "layout.canary",
-    "own-byte-order": "layout.golden layout.cross_read",
-    "scale-rounded-up": "bytes.quantize",
-    "scale-rounded-down": "layout.bytes layout.golden",
-    "lse-base-two": "ops.lse ops.merge",
-    "lse-of-nothing": "ops.lse ops.merge",
-    "topk-duplicate": "ops.topk",
-    "topk-beyond": "ops.topk",
-    "topk-weakest": "ops.topk",
-    "rope-skipped": "model.logits",
-    "consumer-writes": "model.kv_bytes",
-    "other-owner": "model.index_share",
-    "renormalised-otherwise": "ops.router",
-    "no-shared-expert": "model.logits",
-    "drafts-accepted": "spec.greedy spec.distribution",
-    "target-residual": "spec.distribution",
+BEYOND = {
+    "refuses-in-silence": "caps.under",
+    "scale-rounded-down": "layout.bytes",
     "shared-noise": "spec.distribution",
     "stale-draft-cache": "stages.draft_block",
-    "claims-a-format": "caps.over",
-    "hides-a-format": "caps.under",
-    "first-reason": "system.refusal",
-    "rank-zero": "system.refusal",
-    "refuses-late": "system.refusal",
-    "fault-dropped": "system.fail_stop",
-    "caches-elsewhere": "system.device_honesty",
-    "unordered-sum": "ops.repeat",
-    "eager-import": "plugin.import_light",
-    "host-sync": "perf.steady_state",
+    "swallows-switches": "system.refusal",
 }
-"""What a suite of this kind has to notice, and the family whose business it is."""
+"""Mutants of faults that are in no row, and the family whose business each is."""
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +31,35 @@ def outcome() -> SelfTest:
     return selftest(find("cpu"), mutants())
 
 
-def test_what_has_to_be_noticed() -> None:
+@pytest.fixture(scope="module")
+def dying() -> dict[str, set[str]]:
+    """Mutants, and the families at which each has to die."""
     checks = all_checks()
-    found = {
+    return {
         mutant.name: {check.family for check in checks for e in mutant.dies_at if means(e, check)}
         for mutant in mutants()
     }
-    for name, families in MUST_DIE.items():
-        assert set(families.split()) <= found[name], name
+
+
+def test_every_kind_of_fault_has_a_row() -> None:
+    assert list(ROWS) == list(range(1, 23))
+
+
+@pytest.mark.parametrize("number", ROWS)
+def test_every_row_has_its_mutants(number: int, dying: dict[str, set[str]]) -> None:
+    row = ROWS[number]
+    families = {}
+    for fault, names in row.faults.items():
+        assert names, fault
+        for name in names:
+            families[name] = dying[name] & set(row.dies_at)
+            assert families[name], f"{name} dies at no family of its row"
+    assert set().union(*families.values()) == set(row.dies_at)
+
+
+def test_what_else_has_to_be_noticed(dying: dict[str, set[str]]) -> None:
+    for name, family in BEYOND.items():
+        assert family in dying[name], name
 
 
 def test_mutants_are_data() -> None:

@@ -16,6 +16,7 @@ from ml4core_conformance.results import load
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE / "example" / "ml4core_example"
 WAIVED = "perf.steady_state[sync]"
+OWN_CHECK = "x-ml4core-example.pages"
 
 pytestmark = pytest.mark.multiprocess
 
@@ -62,7 +63,10 @@ def test_the_command_judges_it(example: Any, documented: Sequence[str]) -> None:
     assert result.complete
     ends = {each.id: each.status for each in result.results}
     assert [id for id, status in ends.items() if status is Status.WAIVED] == [WAIVED]
-    own = ("ops.topk[topk/scores]", "ops.elements[sparse_mla/fp32+fp32]", "layout.private")
+    own = (
+        *("ops.topk[topk/scores]", "ops.elements[sparse_mla/fp32+fp32]", "layout.private"),
+        *(OWN_CHECK, "system.fail_stop[stall]", "system.fail_stop[device]"),
+    )
     assert {ends[id] for id in own} == {Status.PASS}
     # Heads beyond its limit, and what it leaves undeclared, are refused, not judged.
     assert ends["ops.elements[sparse_mla/fp8_ds_mla+bf16]"] is Status.UNSUPPORTED
@@ -88,6 +92,50 @@ def test_its_own_tests_judge_it(example: Any, documented: Sequence[str]) -> None
     assert "skipped" in ends[f"test_check[{WAIVED}]"]  # pytest writes an expected failure so
     assert "skipped" not in ends["test_check[ops.topk[topk/scores]]"]
     assert "test_waivers" in ends
+
+
+def test_its_own_check_is_listed_and_explained(example: Any) -> None:
+    listed = example.ml4("conformance", "list", "-k", "x-*", "--backend", "example")
+    assert f"system   {OWN_CHECK}\n" in listed.stdout
+    told = example.ml4("conformance", "explain", OWN_CHECK, "--backend", "example")
+    assert told.returncode == 0
+    assert "columns of eight tokens" in told.stdout
+
+
+WITHOUT = """
+import sys
+from importlib.abc import MetaPathFinder
+class Absent(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "ml4core_conformance":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Absent())
+"""
+"""Python in which the suite isn't installed."""
+
+
+def test_it_loads_where_the_suite_is_not_installed(example: Any) -> None:
+    code = (
+        f"{WITHOUT}\nfrom ml4core.registry import load_plugin\n"
+        "print(load_plugin('example').backend.name)\nimport ml4core_conformance"
+    )
+    done = example.run("-c", code)
+    assert done.stdout.startswith("example\n"), done.stdout
+    assert "No module named 'ml4core_conformance'" in done.stdout
+
+
+def test_a_harness_that_does_nothing_is_found_out(example: Any) -> None:
+    file = example.checkout / "ml4core_example" / "conformance.py"  # where it is run from
+    text = file.read_text("utf-8")
+    broken = text.replace("session.executor.before_step = ", "").replace("session.failed = ", "")
+    assert len(broken) < len(text) - 30
+    file.write_text(broken, "utf-8")
+    try:
+        done = example.ml4("conformance", "run", "--backend", "example", "-k", "fail_stop")
+    finally:
+        file.write_text(text, "utf-8")
+    assert done.returncode == 1, done.stdout
+    assert "2 FAIL" in done.stdout, done.stdout
 
 
 def test_without_its_waiver_it_is_not_conformant(example: Any, tmp_path: Path) -> None:

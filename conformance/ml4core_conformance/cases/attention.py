@@ -24,7 +24,7 @@ from ml4core_conformance.oracle.layouts import LATENT, ROPE
 _WIDTH = LATENT + ROPE
 _HOSTILE = (-(2**31), -123456, -1, 2**31 - 1)
 """And the first slot behind the cache."""
-_HEADS = (1, 2, 12, 16, 48, 64, 128)
+_HEADS = (1, 2, 4, 12, 16, 24, 32, 48, 64, 128)
 
 
 def _base(
@@ -172,7 +172,12 @@ def _cases(variant: Variant) -> list[OpCase]:
         return partial(function, variant=variant, **more)
 
     found = [
-        case("lengths", made(_lengths, rows=[70, 33, 1], keys=70, heads=8), "one valid slot"),
+        case(
+            "lengths",
+            made(_lengths, rows=[70, 33, 1], keys=70, heads=8),
+            "one valid slot",
+            bugs=("B018", "B120"),
+        ),
         case("placed", made(_placed), "leading -1", "one valid slot", bugs=("B014",)),
         case("empty", made(_empty), "no valid slot", "length 0"),
         case("hostile", made(_hostile), "hostile slots"),

@@ -47,6 +47,7 @@ _ROWS: tuple[tuple[float, ...], ...] = (
     (math.inf, 2.0, -math.inf),
     (448.0, 17.0, 19.0, 21.0, -17.0, 2.0**-10, 3 * 2.0**-10, -(2.0**-10)),  # ties of E4M3
     (3e38, -1e38, 1.0),
+    (6.0, 0.25, -0.75, 1.25, -1.75, 2.5, -3.5, 5.0, -5.0),  # ties of E2M1
 )
 _NAN_ROW = (math.nan, 2.0, -1.0)
 # With one scale for all, what counts is the quotient: the edges of E4M3 in both flavours.
@@ -75,9 +76,7 @@ def _write(op: str, cache: Pages, slots: list[int], rows: Tensor) -> Arguments:
 def _rows(draw: Draw, op: str, variant: Variant, count: int, spread: float = 3.0) -> Tensor:
     layout = _layout(op, variant)
     rows = (spread * draw.normal(count, layout.width)).to(variant.dtype)
-    if layout.scaled:
-        rows = tie_free(rows, variant.layout)
-    return rows
+    return tie_free(rows, variant.layout) if layout.role == "latent" else rows
 
 
 def _cache(draw: Draw, op: str, variant: Variant, blocks: int = _BLOCKS) -> Pages:
@@ -116,6 +115,8 @@ def _extremes(draw: Draw, op: str, variant: Variant) -> Arguments:
         edges = torch.tensor(_QUOTIENTS) * (1 + 1e-2 * torch.tensor(_QUOTIENTS).sign()) * SCALE
         rows = tie_free(rows, variant.layout)
         rows[0, : len(edges)] = tie_free(edges, variant.layout)
+    elif layout.role == "latent":
+        rows = tie_free(rows.to(variant.dtype).float(), variant.layout)
     if op == "kv_write" and layout.dtype == "uint8":
         rows[:, LATENT:] = rows[:, LATENT:].nan_to_num(0.0, 1.0, -1.0)
     slots = draw.permutation(2 * BLOCK)[: len(rows)].tolist()

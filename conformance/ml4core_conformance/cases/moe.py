@@ -74,7 +74,8 @@ def _experts(act: str, dtype: torch.dtype, format: str) -> list[OpCase]:
         case("rows", of(23, 8, 192, 160, 3), small=True),
         case("long", of(6, 2, 1024, 768, 2)),
         case("none", of(0, 4, 64, 32, 2)),
-        case("each", partial(_one_each, format, dtype), bug="B034"),
+        case("each", partial(_one_each, format, dtype, 6, 320, 192), bug="B034"),
+        case("narrow", partial(_one_each, format, dtype, 3, 64, 384), bug="B034"),
         case(
             "lopsided",
             partial(_lopsided, format, dtype),
@@ -172,10 +173,12 @@ def _mixture(
     }
 
 
-def _one_each(format: str, dtype: torch.dtype, draw: Draw) -> Arguments:
+def _one_each(
+    format: str, dtype: torch.dtype, experts: int, width: int, inner: int, draw: Draw
+) -> Arguments:
     """Row t goes to expert t alone: a wrong row names the expert."""
-    args = _mixture(format, dtype, 6, 6, 320, 192, 1, draw)
-    return {**args, "ids": torch.arange(6).unsqueeze(-1), "weights": torch.ones(6, 1)}
+    args = _mixture(format, dtype, experts, experts, width, inner, 1, draw)
+    return {**args, "ids": torch.arange(experts).unsqueeze(-1), "weights": torch.ones(experts, 1)}
 
 
 def _lopsided(format: str, dtype: torch.dtype, draw: Draw) -> Arguments:

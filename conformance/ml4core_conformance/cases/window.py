@@ -26,7 +26,7 @@ from ml4core_conformance.case import Arguments, OpCase
 from ml4core_conformance.draw import Draw
 from ml4core_conformance.oracle.layouts import LATENT, ROPE
 
-BUGS = ("B120",)
+BUGS = ("B070", "B120")
 
 
 def _window(

@@ -93,11 +93,20 @@ def _over_parts(subject: Subject) -> None:
             )
         _runs(subject, f"op:{op}", [case for case in all_cases() if case.op == op])
     for stage in capabilities.names("stage"):
-        if not _accepted(subject.session, stage):
+        if not any(_accepted(session, stage) for session in _sessions(subject)):
             raise CheckFailed(
                 f"stage:{stage} is declared, and no provider accepts it for any layer of a small "
                 "model in a decode, verify or prefill step"
             )
+
+
+def _sessions(subject: Subject) -> Iterator[Session]:
+    """The session of the defaults; then that of a deployment for the least latency, where it is
+    declared, as a stage may be for it alone.
+    """
+    yield subject.session
+    if "feature:latency_decode" in subject.capabilities:
+        yield subject.session_for(frozenset({"feature:latency_decode"}))[0]
 
 
 def _over_layouts(subject: Subject) -> None:

@@ -25,8 +25,9 @@ from ml4core_conformance.draw import Draw
 from ml4core_conformance.oracle.draft import DraftOracle
 from ml4core_conformance.oracle.stages import EXACT
 from ml4core_conformance.rigs import errors
+from ml4core_conformance.rigs.passes import is_coarse
 from ml4core_conformance.rigs.plans import NO_ROWS
-from ml4core_conformance.rigs.rig import BF16, REFERENCE, Precision, Rig
+from ml4core_conformance.rigs.rig import BF16, MIXED, REFERENCE, Precision, Rig, through
 from ml4core_conformance.rigs.scenes import global_stage
 from ml4core_conformance.subject import Subject
 
@@ -51,7 +52,7 @@ def checks() -> list[Check]:
             bugs=("B066",),
         )
         for name in DRAFTERS
-        for precision in (REFERENCE, BF16)
+        for precision in (REFERENCE, BF16, MIXED)
     ]
 
 
@@ -95,7 +96,7 @@ def _judge_drafter(subject: Subject, rig: Rig, dense: DraftWeights, seed: int) -
         _Request(size + 20, [4, 2], draw, draft, rig.spec.vocab_size),
         _Request(5, [6], draw, draft, rig.spec.vocab_size),
     ]
-    layout = latent_layout("fp32" if rig.dtype == torch.float32 else "bf16")
+    layout = latent_layout(rig.deployment.kv_layout)
     twin = DraftOracle(draft, dense, rig.rounding)
     exact = DraftOracle(draft, dense, EXACT)
     for label, call in _drafters(rig, len(requests), size):
@@ -141,21 +142,34 @@ def _judge_request(
     stored = [rig.rows(cache)[slots] for cache in caches]
     taps = [tap.to(rig.dtype).double() for tap in request.taps]
     want, lossy = (one.context_rows(taps, positions) for one in oracles)
+    coarse = is_coarse(caches[0].layout, rig.dtype)
+
+    def judge_rows(what: str, layer: int, held: Tensor, exact: Tensor, twin: Tensor) -> None:
+        place = f"{where}, {layer}"
+        if coarse:
+            best = through(caches[layer], exact)
+            errors.stored(subject, what, held, exact, twin, best, place, errors.FLOOR)
+        else:
+            errors.judge(subject, what, held, exact, twin.to(rig.dtype), place)
+
     for layer, held in enumerate(stored):
-        pair = (want[layer], lossy[layer].to(rig.dtype))
-        errors.judge(subject, "context rows", held[: request.length], *pair, f"{where}, {layer}")
+        judge_rows("context rows", layer, held[: request.length], want[layer], lossy[layer])
     ids = output.ids[number].cpu().tolist()
     context = [held[: request.length] for held in stored]
     results = []
     for one in oracles:
+        # Of a coarse cache the rows that it holds: those near the middle fall to either side.
+        own = iter([held[request.length :] for held in stored])
         residual, hidden, rows = one.block(
-            request.anchor, request.length, context, lambda x: x.to(rig.dtype).double()
+            request.anchor,
+            request.length,
+            context,
+            lambda x, own=own: next(own) if coarse else x.to(rig.dtype).double(),  # type: ignore[misc]
         )
         results.append((rows, one.logits(request.anchor, residual, hidden, ids)))
     (rows, logits), (lossy_rows, lossy_logits) = results
     for layer, held in enumerate(stored):
-        pair = (rows[layer], lossy_rows[layer].to(rig.dtype))
-        errors.judge(subject, "block rows", held[request.length :], *pair, f"{where}, {layer}")
+        judge_rows("block rows", layer, held[request.length :], rows[layer], lossy_rows[layer])
     got = output.logits[number].cpu()
     errors.judge(subject, "draft logits", got, logits, lossy_logits, where, ("draft",))
     if ids != got.argmax(-1).tolist():

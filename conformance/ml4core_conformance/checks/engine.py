@@ -15,6 +15,7 @@ from ml4core_conformance import tiny
 from ml4core_conformance.check import Check, CheckFailed
 from ml4core_conformance.distribution import chi_square
 from ml4core_conformance.rigs.engines import Log, Watched, checkpoint, engine
+from ml4core_conformance.rigs.rig import MIXED
 from ml4core_conformance.rigs.served import (
     GREEDY,
     SMOOTH,
@@ -37,6 +38,14 @@ def checks() -> list[Check]:
             "stand beside chunks, are those of the model in fp64.",
             frozenset(),
             ("B007", "B070"),
+        ),
+        (
+            "rounded",
+            rounded,
+            "Where caches store less than activations hold, answers differ by what that rounding "
+            "loses, and no more.",
+            MIXED.requires,
+            (),
         ),
         (
             "prefix",
@@ -146,6 +155,10 @@ def _all_at_once(opened: Engine, asked: list[list[int]]) -> dict[str, tuple[list
 
 def chunked(subject: Subject) -> None:
     _answers(subject, _all_at_once, max_num_batched_tokens=24)
+
+
+def rounded(subject: Subject) -> None:
+    _answers(subject, _all_at_once, dtype=MIXED.dtype, kv_cache_dtype="bfloat16")
 
 
 def overlapped(subject: Subject) -> None:

@@ -59,14 +59,14 @@ def _golden(subject: Subject, role: Role, id: str) -> None:
     pages as the oracle does. A failure means that no other backend can read its pages.
     """
     want = golden.load(role, id)
-    opened = _opened(subject, role, id, golden.BLOCK_SIZE)
-    layout = opened.known
+    opened = _opened(subject, role, id, golden.block_size(role, id))
+    layout, size = opened.known, opened.block_size
     cache, _ = opened.allocate(golden.BLOCKS)
     for part in cache.parts:
         part.zero_()
     opened.write(cache, want.slots, want.rows)
-    equal_bytes(layout, golden.BLOCK_SIZE, pages_of(cache), want.pages, "of the golden page")
-    tokens = layout.get(want.pages, golden.BLOCK_SIZE, want.slots)
+    equal_bytes(layout, size, pages_of(cache), want.pages, "of the golden page")
+    tokens = layout.get(want.pages, size, want.slots)
     rows = layout.decode(tokens, want.scale)
     equal_rows(opened.gather(opened.holding(want.pages), want.slots), rows, want.slots, "golden")
 
@@ -113,7 +113,8 @@ def _codes(subject: Subject, role: Role, id: str) -> None:
     scale = SCALE if layout.scaled else 1.0
     tokens = layout.encode(rows, scale)
     if layout.dtype == "uint8":
-        values = min(layout.width, 512)  # bytes of a token that are E4M3
+        # Bytes of a token that are E4M3, or two of E2M1.
+        values = min(layout.width, layout.token_bytes, 512)
         codes = torch.arange(count * values) % 256
         tokens[:, :values] = codes.view(count, values).to(torch.uint8)
     pages = torch.full((blocks, size * layout.token_bytes), nan_byte(layout), dtype=torch.uint8)

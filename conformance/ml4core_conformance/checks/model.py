@@ -17,10 +17,10 @@ from ml4core_conformance.oracle.stages import EXACT
 from ml4core_conformance.rigs import errors
 from ml4core_conformance.rigs.passes import FLOOR, Case, case_of, oracle_of, run_steps
 from ml4core_conformance.rigs.plans import Padding, PageBook, make_plan
-from ml4core_conformance.rigs.rig import BF16, DEFAULT, FP8, REFERENCE, Precision, Rig
+from ml4core_conformance.rigs.rig import BF16, DEFAULT, FP8, MIXED, REFERENCE, Precision, Rig
 from ml4core_conformance.subject import Subject
 
-PRECISIONS = (REFERENCE, DEFAULT, BF16, FP8)
+PRECISIONS = (REFERENCE, DEFAULT, BF16, FP8, MIXED)
 
 
 def checks() -> list[Check]:
@@ -115,7 +115,7 @@ def logits(case: Case) -> None:
     for padding in (Padding(), Padding(requests=3, rows=len(case.ids) + 7, pages=5)):
         request = case.rig.book().request(case.ids, case.rig.block_size)
         got = run_steps(case.rig, request, [len(case.ids)], padding=padding)
-        case.judge(f"one step, padding {padding.rows}", got)
+        case.judge(f"one step, padding {padding.rows}", got, request)
 
 
 def chunks(case: Case) -> None:
@@ -128,7 +128,7 @@ def chunks(case: Case) -> None:
     ):
         request = rig.book().request(ids, size)
         got = run_steps(rig, request, sizes, window, padding)
-        case.judge(name, got)
+        case.judge(name, got, request)
 
 
 def batch(case: Case) -> None:
@@ -162,7 +162,7 @@ def batch(case: Case) -> None:
             got[who].append(part)
             every[who].computed += rows
     for who, parts in got.items():
-        case.judge(f"request {who} of a batch", torch.cat(parts))
+        case.judge(f"request {who} of a batch", torch.cat(parts), every[who])
 
 
 def pages(case: Case) -> None:
@@ -173,7 +173,7 @@ def pages(case: Case) -> None:
         book.request(case.ids[:5], rig.block_size)  # so that others are left
         request = book.request(case.ids, rig.block_size)
         got = run_steps(rig, request, [rig.block_size - 1, len(case.ids) - rig.block_size + 1])
-        case.judge(f"pages {request.pages['latent']}", got)
+        case.judge(f"pages {request.pages['latent']}", got, request)
 
 
 def invariant(case: Case) -> None:
@@ -237,7 +237,7 @@ def index_share(case: Case) -> None:
         raise CheckFailed(f"layers use the selections of {found}, wanted {tiny.SOURCES}")
     request = rig.book().request(case.ids, rig.block_size)
     got = run_steps(rig, request, [len(case.ids)])
-    case.judge("with the nearest owner before", got)
+    case.judge("with the nearest owner before", got, request)
     # What another owner's selection would do, lest this passes for want of a difference.
     earlier = {
         layer: max((one for one in tiny.INDEX_OWNERS if one < source), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ml4core.api import StepOutput, StepPlan
+from ml4core.api import Session, StepOutput, StepPlan
 from ml4core_conformance import tiny
 from ml4core_conformance.check import Check, CheckFailed, Measure
 from ml4core_conformance.rigs.plans import Padding, make_plan
@@ -23,6 +24,10 @@ STEPS = 5
 
 TURNS = 25
 """Timed calls of each kind, of which the shortest counts."""
+ROUNDS = 4
+"""Of such turns at most: other load passes, a backend's own slowness stays."""
+LONGEST = 1.5
+"""Of the time over few slots, by that over many: equal times are no fault."""
 
 
 def checks() -> list[Check]:
@@ -174,27 +179,32 @@ def topk_length(subject: Subject) -> None:
         lens = torch.full((rows,), length, dtype=torch.int32, device=rig.device)
         return lambda: rig.ops["sparse_mla"](q, cache, slots, lens, layer.softmax_scale)
 
-    full, short = _seconds(subject, call(room), call(room // 32))
-    subject.measure(
-        Measure("time over 64 of 2048 slots, of that over all", short / full, 1.5, "sparse_mla")
-    )
+    full = short = math.inf
+    for _ in range(ROUNDS):
+        once = _seconds(subject, rig.session, call(room), call(room // 32))
+        full, short = min(full, once[0]), min(short, once[1])
+        if short < LONGEST * full:
+            break
+    what = "time over 64 of 2048 slots, of that over all"
+    subject.measure(Measure(what, short / full, LONGEST, "sparse_mla"))
 
 
-def _seconds(subject: Subject, *calls: Callable[[], Any]) -> list[float]:
-    """The shortest time of each call, in seconds.
+def _seconds(subject: Subject, session: Session, *calls: Callable[[], Any]) -> list[float]:
+    """The shortest time of each call, in seconds: by the harness's clock, if it has one.
 
     The calls take turns, so that a slower spell of a shared machine falls on all of them, and
     the shortest of many stands for each, because what else runs can only add. Two turns warm up.
     """
     accelerator = subject.torch_device.type != "cpu"
     module = torch.get_device_module(subject.torch_device) if accelerator else None
+    measured = getattr(subject.harness, "seconds", None)
     found: list[list[float]] = [[] for _ in calls]
     for _ in range(2 + TURNS):
         for call, times in zip(calls, found, strict=True):
             start = time.perf_counter()
             with torch.inference_mode():
-                call()
+                told = measured(session, call) if measured else call()
             if module is not None:
                 module.synchronize()
-            times.append(time.perf_counter() - start)
+            times.append(float(told) if measured else time.perf_counter() - start)
     return [min(times[2:]) for times in found]

@@ -9,10 +9,12 @@ from typing import Any
 from ml4core.api import SUPPORTED_API_VERSIONS, Capabilities, Device
 from ml4core.api.capabilities import check_words
 from ml4core.registry import load_plugin
+from ml4core_conformance import hookspecs
 from ml4core_conformance.check import Check, CheckFailed
 from ml4core_conformance.rigs.child import VENDORS, ChildFailed, ask
 from ml4core_conformance.subject import Subject
 
+_OURS = "ml4core_conformance_"
 PROBE_S = 30.0
 """Seconds that core gives a probe by default."""
 LIGHT_S = 5.0
@@ -103,7 +105,16 @@ def metadata(subject: Subject) -> None:
     if not any(low <= version <= high for version in SUPPORTED_API_VERSIONS):
         served = ", ".join(map(str, sorted(SUPPORTED_API_VERSIONS)))
         raise CheckFailed(f"{record.distribution} supports API {low}-{high}; core serves {served}")
-    load_plugin(record)  # refuses unknown hooks, which is raised as it is
+    plugin = load_plugin(record)  # refuses unknown hooks, which is raised as it is
+    mine = plugin.manager.get_hookcallers(plugin.manager.get_plugin(record.name)) or []
+    unheard = [
+        caller.name
+        for caller in mine
+        if caller.name.startswith(_OURS) and not hasattr(hookspecs, caller.name)
+    ]
+    if unheard:
+        known = ", ".join(name for name in vars(hookspecs) if name.startswith(_OURS))
+        raise CheckFailed(f"nobody calls {', '.join(unheard)}; the suite's hooks are {known}")
 
 
 def probe(subject: Subject) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ _PER_PREFIX = 2
 
 _SMALL = 4096
 """Values of a tensor that a refusal may make on its way, for a look at versions and the like."""
+_SWITCH = "no_such_switch"
 _UNKNOWN = "kv:x-ml4core-conformance/unheard"
 
 
@@ -64,6 +66,11 @@ def _reasons(subject: Subject, deployment: Deployment) -> tuple[Refusal, ...]:
 
     before = _device_bytes(subject)
     reasons, watch = watched(refused)
+    if reasons and (called := watch.collectives()):
+        raise CheckFailed(
+            f"{called[0]} was called before the deployment was refused, and would wait for ranks "
+            f"that are refused otherwise: {_named(reasons)}"
+        )
     if reasons and watch.largest() > _SMALL:
         raise CheckFailed(
             f"a tensor of {watch.largest()} values was made before the deployment was refused: "
@@ -105,6 +112,9 @@ def refusal_open(subject: Subject) -> None:
         raise CheckFailed("reasons are not sorted and unique, so ranks print different lists")
     if _reasons(subject, everything) != together:
         raise CheckFailed("the same deployment is refused for other reasons the second time")
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if joined:
+        raise CheckFailed("a process group was joined before the deployment was refused")
     for rank in ("0", "1"):
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
         try:
@@ -169,6 +179,37 @@ def _tells(refusal: Refused, word: str) -> bool:
     )
 
 
+def refusal_switches(subject: Subject) -> None:
+    """Keys of ``additional_config`` that nothing reads: of the whole, and of the backend's own."""
+    model, name = tiny.model(layers=4), subject.backend.name
+    own = dict(subject.options.get(name, {}))
+    given: tuple[tuple[str, dict[str, Any]], ...] = (
+        (_SWITCH, {_SWITCH: True}),
+        (f"{_SWITCH}_of_{name}", {name: {**own, f"{_SWITCH}_of_{name}": True}}),
+    )
+    every: dict[str, Any] = dict(subject.options)
+    for key, switches in given:
+        every |= switches
+        deployment = subject.deployment(model, additional_config={**subject.options, **switches})
+        reasons = _reasons(subject, deployment)
+        if not reasons:
+            raise CheckFailed(f"additional_config {switches} is taken, and nothing reads it")
+        if not _tells_key(reasons, key):
+            raise CheckFailed(f"additional_config {switches}: no reason names {key}: {reasons}")
+    deployment = subject.deployment(model, **fields([_UNKNOWN]), additional_config=every)
+    reasons = _reasons(subject, deployment)
+    for key in (*(key for key, _ in given), _UNKNOWN):
+        if not _tells_key(reasons, key):
+            raise CheckFailed(
+                f"of several faults of one deployment, {key} is not told: {_named(reasons)}"
+            )
+
+
+def _tells_key(reasons: Iterable[Refusal], key: str) -> bool:
+    words = (f"{reason.subject} {reason.reason}" for reason in reasons)
+    return any(re.search(rf"(?<!\w){re.escape(key)}(?!\w)", text) for text in words)
+
+
 def refusal_named(subject: Subject) -> None:
     name = subject.backend.name
     broken = registry.PluginRecord(name, "broken", "0", "ml4_no_such_module", (1, 1))
@@ -187,13 +228,20 @@ _ROWS: tuple[tuple[str, Callable[[Subject], None], str], ...] = (
         "open",
         refusal_open,
         "A deployment with several faults is refused once, with every reason that its faults "
-        "have alone, on each rank alike and before anything is allocated.",
+        "have alone, on each rank alike, and before a collective or an allocation.",
     ),
     (
         "flags",
         refusal_flags,
         "Flags that can't be served, unknown options among them, are refused together, and no "
         "session is opened.",
+    ),
+    (
+        "switches",
+        refusal_switches,
+        "A key of --additional-config that neither core nor the backend reads is refused by name, "
+        "also among the backend's own, and with whatever else is wrong. A misspelt switch that is "
+        "taken in silence leaves an operator with another deployment than was asked for.",
     ),
     (
         "named",

@@ -16,7 +16,7 @@ from ml4core_conformance.check import Check, CheckFailed
 from ml4core_conformance.oracle.stages import Inputs, index_scores
 from ml4core_conformance.rigs import errors
 from ml4core_conformance.rigs.judging import ROUTER_MARGIN, Judge, rig_of
-from ml4core_conformance.rigs.rig import BF16, FP8, REFERENCE, Precision, Rig
+from ml4core_conformance.rigs.rig import BF16, FP8, MIXED, REFERENCE, Precision, Rig
 from ml4core_conformance.rigs.scenes import KINDS, Scene
 from ml4core_conformance.rigs.selections import check_selection
 from ml4core_conformance.subject import Subject
@@ -32,7 +32,7 @@ FEW_LAYERS = (1, 2, 7)
 
 def checks() -> list[Check]:
     found = []
-    for precision in (REFERENCE, BF16, FP8):
+    for precision in (REFERENCE, BF16, FP8, MIXED):
         for kind in KINDS:
             for stage, (run, doc) in _STAGES.items():
                 found.append(

@@ -51,7 +51,7 @@ def checks() -> list[Check]:
             "",
             device_honesty,
             "Weights, caches and results lie on the declared device, and a step's arithmetic runs "
-            "there.",
+            "there: by torch's word, and by the backend's harness, if it counts kernels.",
             (),
         ),
         (
@@ -144,12 +144,16 @@ def device_honesty(subject: Subject) -> None:
         _on(kind, name, _tensors(weights))
     ids = Draw(0, "devices").integers(rig.block_size + 5, high=spec.vocab_size).tolist()
     request = rig.book().request(ids, rig.block_size)
+    launches = getattr(subject.harness, "launches", None)
     for rows in (rig.block_size + 4, 1):
         plan = make_plan([(request, rows)], rig.block_size, padding=Padding(), device=rig.device)
         request.computed += rows
         step = rig.bound(plan)[1]
+        before = launches(rig.session) if launches else 0
         with torch.inference_mode():
             output, watch = watched(partial(step, rig.prepared, plan, rig.kv))
+        if launches and launches(rig.session) <= before:
+            raise CheckFailed("a step starts no kernel on the device, as the harness counts them")
         _on(kind, "the result of a step", (output.logits, output.fault, *output.taps))
         astray = [op for op in watch.seen if _elsewhere(op, kind)]
         if astray:

@@ -65,7 +65,7 @@ def vision_encoder(name: str, precision: Precision, subject: Subject) -> None:
         patches, positions, ids = batch(spec, Draw(seed, f"images/{name}"))
         ways = global_stage(rig, "vision_encoder", VisionShape(len(ids)))
         exact, twin = (
-            _alone(VisionOracle(spec, dense, rounding), patches, positions, ids)
+            alone(VisionOracle(spec, dense, rounding), patches, positions, ids)
             for rounding in (EXACT, rig.rounding)
         )
         for who, call in ways:
@@ -99,7 +99,8 @@ def batch(spec: VisionSpec, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
     return patches, torch.tensor(positions), torch.tensor(ids, dtype=torch.int32)
 
 
-def _alone(oracle: VisionOracle, patches: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+def alone(oracle: VisionOracle, patches: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Embeddings of the cells of each image, encoded for itself."""
     found = []
     for image in range(len(CELLS)):
         mine = ids == image

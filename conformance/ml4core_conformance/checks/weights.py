@@ -16,8 +16,7 @@ from ml4core_conformance import tiny
 from ml4core_conformance.check import Check, CheckFailed
 from ml4core_conformance.draw import Draw
 from ml4core_conformance.oracle.quantize import QUANTIZERS
-from ml4core_conformance.oracle.stages import EXACT
-from ml4core_conformance.rigs.passes import Case, oracle_of, prompt, run_steps, smooth
+from ml4core_conformance.rigs.passes import made_case, run_steps, smooth
 from ml4core_conformance.rigs.rig import DEFAULT, Rig
 from ml4core_conformance.subject import Subject
 
@@ -70,11 +69,10 @@ def weights(format: str, subject: Subject) -> None:
             weight_formats=frozenset({format}),
             needs=frozenset({f"weights:{format}"}),
         )
-        exact, twin = (oracle_of(rig, rounding) for rounding in (EXACT, rig.rounding))
-        ids, passed = prompt(rig, exact, seed, 24)
-        case = Case(subject, rig, ids, passed, twin.run(ids))
-        request = rig.book().request(ids, rig.block_size)
-        case.judge(f"weights in {format}", run_steps(rig, request, [16, *[1] * 8]))
+        case = made_case(rig, seed, 24)
+        request = rig.book().request(case.ids, rig.block_size)
+        got = run_steps(rig, request, [16, *[1] * 8])
+        case.judge(f"weights in {format}", got, request)
 
 
 def _quantized(layer: tiny.Weights, format: str) -> tiny.Weights:

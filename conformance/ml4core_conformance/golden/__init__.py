@@ -16,10 +16,17 @@ from torch import Tensor
 from ml4core_conformance.cache_inputs import SCALE, Role, tie_free
 from ml4core_conformance.oracle.layouts import byte_layout
 
-BLOCK_SIZE = 64
 BLOCKS = 2
-SLOTS = (0, 15, 16, 37, 63, 64, 127)
-"""First and last of a page, and either side of a tile of 16 tokens."""
+
+
+def block_size(role: Role, id: str) -> int:
+    """Tokens of a golden page of a layout."""
+    return max(64, byte_layout(role, id).multiple)
+
+
+def slots_of(size: int) -> tuple[int, ...]:
+    """First and last of a page, and either side of a tile of 16 tokens."""
+    return (0, 15, 16, 37, size - 1, size, 2 * size - 1)
 
 
 @dataclass(frozen=True)
@@ -46,13 +53,13 @@ def file_name(role: Role, id: str) -> str:
 def build(role: Role, id: str) -> Golden:
     """What the oracle says now."""
     layout = byte_layout(role, id)
-    rows = _rows(layout.width)
+    size = block_size(role, id)
+    slots = torch.tensor(slots_of(size))
+    rows = _rows(len(slots), layout.width)
     scale = SCALE if layout.scaled else 1.0
-    if layout.scaled:
-        rows = tie_free(rows, id)
-    slots = torch.tensor(SLOTS)
-    pages = torch.zeros(BLOCKS, BLOCK_SIZE * layout.token_bytes, dtype=torch.uint8)
-    layout.put(pages, BLOCK_SIZE, slots, layout.encode(rows, scale))
+    rows = tie_free(rows, id)
+    pages = torch.zeros(BLOCKS, size * layout.token_bytes, dtype=torch.uint8)
+    layout.put(pages, size, slots, layout.encode(rows, scale))
     return Golden(rows, slots, scale, pages)
 
 
@@ -67,11 +74,10 @@ def load(role: Role, id: str) -> Golden:
         )
 
 
-def _rows(width: int) -> Tensor:
+def _rows(count: int, width: int) -> Tensor:
     """Numbers of 8 significant bits from 2^-8 to 2^4 of both signs, by integer arithmetic alone;
     the tiles of 128 differ in size, and the last row is zero.
     """
-    count = len(SLOTS)
     number = np.arange(count * width, dtype=np.int64) * 2654435761 % 2**32
     mixed = (number ^ (number >> 15)) % 2**31 * 2246822519 % 2**32
     fraction = (128 + (mixed >> 8) % 128).astype(np.float64) / 128

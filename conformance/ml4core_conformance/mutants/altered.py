@@ -15,6 +15,7 @@ from ml4core.api import (
     Device,
     Probe,
     Session,
+    StepOutput,
 )
 from ml4core_conformance.offered import offered_ops
 
@@ -100,6 +101,21 @@ class Changed:
 
 def nothing(session: AlteredSession) -> None:
     """Changes nothing."""
+
+
+class AfterStep:
+    """An executor whose steps' outputs are changed by ``after``."""
+
+    def __init__(self, inner: Any, after: Callable[[StepOutput], StepOutput]) -> None:
+        self._inner = inner
+        self._after = after
+
+    def compile(self, step: Any, shape: Any) -> Any:
+        run = self._inner.compile(step, shape)
+        return lambda *args: self._after(run(*args))
+
+    def eager_break(self, function: Any) -> Any:
+        return self._inner.eager_break(function)
 
 
 class Ops:

@@ -11,6 +11,7 @@ import torch
 
 from ml4core.api import (
     BACKENDS_GROUP,
+    CORE_SWITCHES,
     Capabilities,
     Deployment,
     Device,
@@ -39,9 +40,27 @@ def mutants() -> list[Mutant]:
             ("system.refusal",),
         ),
         (
+            "refuses-together",
+            "Ranks agree by a collective before they refuse.",
+            RefusesTogether,
+            ("system.refusal",),
+        ),
+        (
+            "swallows-switches",
+            "Keys of --additional-config that it doesn't know are ignored.",
+            SwallowsSwitches,
+            ("system.refusal[switches]",),
+        ),
+        (
             "eager-import",
             "Its vendor library is imported when it is found.",
             EagerImport,
+            ("plugin.import_light",),
+        ),
+        (
+            "eager-device",
+            "The device is initialised when it is found.",
+            EagerDevice,
             ("plugin.import_light",),
         ),
         (
@@ -102,6 +121,28 @@ class RefusesLate(Altered):
         return self.honest.open(deployment)
 
 
+class RefusesTogether(Altered):
+    def open(self, deployment: Deployment) -> Session:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            dist.all_reduce(torch.ones(1))
+        finally:
+            dist.destroy_process_group()
+        return self.honest.open(deployment)
+
+
+class SwallowsSwitches(Altered):
+    def open(self, deployment: Deployment) -> Session:
+        known = {
+            key: value
+            for key, value in deployment.additional_config.items()
+            if key in CORE_SWITCHES
+        }
+        return self.honest.open(replace(deployment, additional_config=known))
+
+
 class EagerImport(Altered):
     @property
     def priority(self) -> int:
@@ -109,6 +150,14 @@ class EagerImport(Altered):
         from types import ModuleType
 
         sys.modules.setdefault("aiter", ModuleType("aiter"))
+        return self._priority
+
+
+class EagerDevice(Altered):
+    @property
+    def priority(self) -> int:
+        """As if a device were there to be initialised."""
+        torch.cuda._initialized = True
         return self._priority
 
 

@@ -15,7 +15,7 @@ from ml4core.api import (
     Weight,
 )
 from ml4core_conformance.mutant import Mutant
-from ml4core_conformance.mutants.altered import AlteredSession, Changed
+from ml4core_conformance.mutants.altered import AfterStep, AlteredSession, Changed
 
 
 def mutants() -> list[Mutant]:
@@ -45,18 +45,6 @@ def mutants() -> list[Mutant]:
             ("spec.distribution",),
         ),
         (
-            "fault-dropped",
-            "The fault of a step is dropped, and its tokens leave.",
-            fault_dropped,
-            ("system.fail_stop", "model.fault"),
-        ),
-        (
-            "caches-elsewhere",
-            "Caches do not lie on the declared device.",
-            caches_elsewhere,
-            ("system.device_honesty",),
-        ),
-        (
             "closes-once",
             "A second close() fails.",
             closes_once,
@@ -84,16 +72,6 @@ def double_pages(session: AlteredSession) -> None:
     def call(layout: Any, blocks: int, block_size: int) -> KVCache:
         cache = allocate(layout, 2 * blocks, block_size)
         return replace(cache, parts=tuple(part[:blocks] for part in cache.parts))
-
-    session.alloc_kv = call  # type: ignore[attr-defined]
-
-
-def caches_elsewhere(session: AlteredSession) -> None:
-    allocate = session.inner.alloc_kv
-
-    def call(layout: Any, blocks: int, block_size: int) -> KVCache:
-        cache = allocate(layout, blocks, block_size)
-        return replace(cache, parts=tuple(part.to("meta") for part in cache.parts))
 
     session.alloc_kv = call  # type: ignore[attr-defined]
 
@@ -143,26 +121,6 @@ def target_residual(session: AlteredSession) -> None:
     session.ops["verify_draft"] = call
 
 
-class _Executor:
-    def __init__(self, inner: Any, after: Callable[[StepOutput], StepOutput]) -> None:
-        self._inner = inner
-        self._after = after
-
-    def compile(self, step: Any, shape: Any) -> Any:
-        run = self._inner.compile(step, shape)
-        return lambda *args: self._after(run(*args))
-
-    def eager_break(self, function: Any) -> Any:
-        return self._inner.eager_break(function)
-
-
-def fault_dropped(session: AlteredSession) -> None:
-    def after(output: StepOutput) -> StepOutput:
-        return output._replace(fault=torch.zeros_like(output.fault))
-
-    session.executor = _Executor(session.inner.executor, after)
-
-
 def outputs_kept(session: AlteredSession) -> None:
     kept: list[StepOutput] = []
 
@@ -170,7 +128,7 @@ def outputs_kept(session: AlteredSession) -> None:
         kept.append(output)
         return output
 
-    session.executor = _Executor(session.inner.executor, after)
+    session.executor = AfterStep(session.inner.executor, after)
 
 
 def host_sync(session: AlteredSession) -> None:
@@ -178,7 +136,7 @@ def host_sync(session: AlteredSession) -> None:
         output.logits.sum().item()
         return output
 
-    session.executor = _Executor(session.inner.executor, after)
+    session.executor = AfterStep(session.inner.executor, after)
 
 
 def closes_once(session: AlteredSession) -> None:

@@ -65,6 +65,12 @@ def e4m3_encode(x: Array, flavour: str) -> Array:
     return np.where(np.isnan(x), nan, code).astype(np.uint8)
 
 
+def least_e4m3(x: Array) -> Array:
+    """Bytes of e4m3fn [...]: the least number that is not below ``x`` [...] >= 0; 448 at most."""
+    values = e4m3_values("e4m3fn")[:0x7F]
+    return np.minimum(np.searchsorted(values, x), 0x7E).astype(np.uint8)
+
+
 def bf16_bits(x: Array) -> Array:
     """uint16 [...] of fp32 numbers [...] without NaN: to nearest, ties to even."""
     bits = np.asarray(x, dtype=np.float32).view(np.uint32).astype(np.uint64)

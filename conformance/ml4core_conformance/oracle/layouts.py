@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,6 +18,13 @@ from torch import Tensor
 
 from ml4core_conformance.oracle import kv_numbers as numbers
 from ml4core_conformance.oracle.kv_numbers import Array
+from ml4core_conformance.oracle.numbers import (
+    NVFP4_GROUP,
+    e2m1_decode,
+    e2m1_encode,
+    pack_nibbles,
+    unpack_nibbles,
+)
 
 LATENT, ROPE, KEY = 512, 64, 128
 """Published widths: values of a latent row, of its rope part, and of an index key."""
@@ -24,6 +32,7 @@ Codec = tuple[Callable[[Array, float], Array], Callable[[Array, float], Array]]
 
 _TILE = 128  # latent values that a scale of fp8_ds_mla serves
 _SQUARE = 16  # tokens, and bytes, of a tile of tiled16_f32
+_LANES = 128  # tokens side by side in a vector register of those that read lane33_ue8m0
 
 
 @dataclass(frozen=True)
@@ -35,12 +44,14 @@ class ByteLayout:
         width: values of a canonical row.
         token_bytes: bytes a token.
         dtype: torch name of the array's dtype.
-        rows: whether the array is [blocks, block_size, values]; else [blocks, bytes of a page].
+        form: of the array: ``rows`` [blocks, block_size, values], ``flat`` [blocks, bytes of a
+            page], or ``lanes`` [blocks, bytes of a token, block_size].
         scaled: whether the cache has one scale for all.
         encode_rows: bytes [n, token_bytes] of rows fp32 [n, width] and the cache's scale.
         decode_tokens: rows fp64 [n, width] of bytes [n, token_bytes] and the cache's scale.
         offset: of byte ``i`` of token ``t`` in a page of ``block_size`` tokens.
-        multiple: what the block size must be a multiple of.
+        multiple: of which page sizes are multiples where the layout is served: bytes or hardware
+            may ask for it.
     """
 
     id: str
@@ -48,7 +59,7 @@ class ByteLayout:
     width: int
     token_bytes: int
     dtype: str
-    rows: bool
+    form: Literal["rows", "flat", "lanes"]
     scaled: bool
     encode_rows: Callable[[Array, float], Array]
     decode_tokens: Callable[[Array, float], Array]
@@ -72,8 +83,10 @@ class ByteLayout:
 
     def array(self, pages: Tensor, block_size: int) -> Tensor:
         """The array, of its dtype and shape, of pages uint8 [blocks, bytes of a page]."""
-        if not self.rows:
+        if self.form == "flat":
             return pages.clone()
+        if self.form == "lanes":
+            return pages.view(pages.shape[0], -1, block_size).clone()
         return pages.view(pages.shape[0], block_size, -1).view(getattr(torch, self.dtype)).clone()
 
     def pages(self, array: Tensor) -> Tensor:
@@ -119,6 +132,26 @@ def _ds_mla_rows(tokens: Array, scale: float) -> Array:
     )
 
 
+def _nvfp4(rows: Array, scale: float) -> Array:
+    groups = rows[:, :LATENT].reshape(len(rows), -1, NVFP4_GROUP)
+    bytes_ = numbers.least_e4m3(np.maximum(numbers.finite_amax(groups) / 6, 2.0**-9))
+    codes = e2m1_encode(groups / numbers.e4m3_decode(bytes_, "e4m3fn")[..., None])
+    stored = np.empty_like(bytes_)
+    for s in range(bytes_.shape[-1]):
+        stored[:, 8 * (s & 3) + (s >> 2)] = bytes_[:, s]
+    rope = numbers.e4m3_encode(rows[:, LATENT:], "e4m3fn")
+    return np.concatenate((pack_nibbles(codes.reshape(len(rows), -1)), rope, stored), -1)
+
+
+def _nvfp4_rows(tokens: Array, scale: float) -> Array:
+    codes, rope, stored = np.split(tokens, (LATENT // 2, LATENT // 2 + ROPE), axis=-1)
+    factors = np.empty(stored.shape)
+    for s in range(stored.shape[-1]):
+        factors[:, s] = numbers.e4m3_decode(stored[:, 8 * (s & 3) + (s >> 2)], "e4m3fn")
+    values = e2m1_decode(unpack_nibbles(codes)) * np.repeat(factors, NVFP4_GROUP, axis=-1)
+    return np.concatenate((values, numbers.e4m3_decode(rope, "e4m3fn")), -1)
+
+
 def _per_tensor(flavour: str) -> Codec:
     def tokens(rows: Array, scale: float) -> Array:
         # The quotient is an fp32 number before it is rounded to E4M3.
@@ -144,6 +177,9 @@ def _index_key(form: str) -> Codec:
         exponents = numbers.index_scale_exponents(rows)[:, None]
         if form == "ue8m0x4":
             stored = np.repeat(exponents + 127, 4, axis=-1).astype(np.uint8)
+        elif form == "ue8m0":
+            stored = np.zeros((len(rows), 4), dtype=np.uint8)
+            stored[:, :1] = exponents + 127
         else:
             stored = numbers.bits_of_f32(2.0**exponents)
         with np.errstate(invalid="ignore"):
@@ -153,7 +189,7 @@ def _index_key(form: str) -> Codec:
     def values(tokens: Array, scale: float) -> Array:
         stored = tokens[:, KEY:]
         factor: Array
-        if form == "ue8m0x4":
+        if form in ("ue8m0x4", "ue8m0"):
             first = stored[:, :1].astype(np.float64)
             factor = np.where(first == 0xFF, np.nan, 2.0 ** (first - 127))
         else:
@@ -180,6 +216,11 @@ def _tiled16(i: int, token: int, block_size: int) -> int:
     return tile * _SQUARE * _SQUARE + (token % _SQUARE) * _SQUARE + i % _SQUARE
 
 
+def _lanes(i: int, token: int, block_size: int) -> int:
+    """Byte 0 of all tokens, then byte 1 of all, and so on."""
+    return i * block_size + token
+
+
 _FP32: Codec = (
     lambda rows, scale: numbers.bits_of_f32(rows),
     lambda tokens, scale: numbers.f32_of_bits(tokens),
@@ -188,12 +229,20 @@ _ROW = LATENT + ROPE
 
 
 def _latent(id: str, size: int, dtype: str, codec: Codec, scaled: bool = False) -> ByteLayout:
-    return ByteLayout(id, "latent", _ROW, size, dtype, True, scaled, *codec, offset=_in_a_row(size))
-
-
-def _index(id: str, codec: Codec, offset: Callable[..., int], multiple: int = 1) -> ByteLayout:
     return ByteLayout(
-        id, "index", KEY, KEY + 4, "uint8", False, False, *codec, offset=offset, multiple=multiple
+        id, "latent", _ROW, size, dtype, "rows", scaled, *codec, offset=_in_a_row(size)
+    )
+
+
+def _index(
+    id: str,
+    codec: Codec,
+    offset: Callable[..., int],
+    multiple: int = 1,
+    form: Literal["flat", "lanes"] = "flat",
+) -> ByteLayout:
+    return ByteLayout(
+        id, "index", KEY, KEY + 4, "uint8", form, False, *codec, offset=offset, multiple=multiple
     )
 
 
@@ -206,6 +255,7 @@ LATENT_LAYOUTS: Mapping[str, ByteLayout] = MappingProxyType(
             _latent("e4m3fnuz", 576, "uint8", _per_tensor("e4m3fnuz"), scaled=True),
             _latent("bf16", 1152, "bfloat16", (_bf16, _bf16_rows)),
             _latent("fp32", 2304, "float32", _FP32),
+            _latent("nvfp4_ds_mla", 352, "uint8", (_nvfp4, _nvfp4_rows)),
         )
     }
 )
@@ -216,8 +266,9 @@ INDEX_LAYOUTS: Mapping[str, ByteLayout] = MappingProxyType(
             _index("planar_f32", _index_key("f32"), _planar),
             _index("planar_ue8m0x4", _index_key("ue8m0x4"), _planar),
             _index("tiled16_f32", _index_key("f32"), _tiled16, multiple=_SQUARE),
+            _index("lane33_ue8m0", _index_key("ue8m0"), _lanes, multiple=_LANES, form="lanes"),
             ByteLayout(
-                "fp32", "index", KEY, 4 * KEY, "float32", True, False, *_FP32, _in_a_row(4 * KEY)
+                "fp32", "index", KEY, 4 * KEY, "float32", "rows", False, *_FP32, _in_a_row(4 * KEY)
             ),
         )
     }

@@ -28,7 +28,8 @@ class Passed:
 
     Attributes:
         logits: [T, vocab].
-        rows: by owner, the latent rows as stored [T, L + R].
+        made: by owner, the latent rows [T, L + R] to store.
+        rows: the same as stored.
         keys: by owner, the index keys as stored [T, D].
         chosen: by owner, which positions each row selects, bool [T, T].
         taps: the residual [T, H] after each tapped layer.
@@ -37,6 +38,7 @@ class Passed:
     """
 
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    made: dict[int, Tensor] = field(default_factory=dict)
     rows: dict[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
     chosen: dict[int, Tensor] = field(default_factory=dict)
@@ -50,6 +52,8 @@ class ModelOracle:
 
     Attributes:
         store_row, store_key: what the caches do to a row; None keeps it.
+        held: by owner, latent rows [T, L + R] that a cache was seen to hold: what comes after is
+            computed on them, not on what ``store_row`` says.
         index_fp8: whether index queries are quantised as keys are.
         sources: by layer, whose selection it uses; None takes the spec's. To compare with a wrong
             one.
@@ -64,6 +68,7 @@ class ModelOracle:
         rounding: Rounding = EXACT,
         store_row: Store | None = None,
         store_key: Store | None = None,
+        held: Mapping[int, Tensor] | None = None,
         index_fp8: bool = False,
         sources: Mapping[int, int] | None = None,
     ) -> None:
@@ -78,21 +83,28 @@ class ModelOracle:
         ]
         self.store_row = store_row or _kept
         self.store_key = store_key or _kept
+        self.held = {} if held is None else held
         self.index_fp8 = index_fp8
         self.sources = {} if sources is None else sources
 
-    def run(self, ids: Sequence[int]) -> Passed:
-        """A pass over token ids from position 0 on."""
+    def run(self, ids: Sequence[int], images: Tensor | None = None) -> Passed:
+        """A pass over token ids from position 0 on. ``images`` [T, H] holds what stands for a
+        row's token, and NaN in rows whose tokens stand for themselves.
+        """
         r, passed = self.rounding, Passed()
         positions = torch.arange(len(ids))
         causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
         residual, hidden = r(self.embedding[torch.tensor(ids)]), None
+        if images is not None:
+            residual = torch.where(images.isnan(), residual, r(images))
         norms = [layer.w["attention_norm"] for layer in self.layers[1:]] + [self.final_norm]
         for layer, next_norm in zip(self.layers, norms, strict=True):
             spec = layer.spec
             made = layer.inputs(residual, hidden, positions)
             if made.row is not None:
-                passed.rows[spec.index] = self.store_row(self._padded(made.row))
+                passed.made[spec.index] = row = self._padded(made.row)
+                seen = self.held.get(spec.index)
+                passed.rows[spec.index] = self.store_row(row) if seen is None else seen
             if made.indexed is not None and spec.indexer is not None:
                 passed.keys[spec.index] = keys = self.store_key(made.indexed.key)
                 scores = made.indexed.scores(spec.indexer, keys, self.index_fp8)

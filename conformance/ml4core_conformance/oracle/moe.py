@@ -19,6 +19,8 @@ ROUTER_MARGIN = 1e-4
 """Logits nearer than this may change places, unless they are exact in fp32."""
 
 _SIGMAS = 4.0
+_NARROW = 2.0**-7
+"""What bf16 may make of the largest inner value of a group, as a share."""
 _FP32_SUMS = 4 * 2.0**-23
 """What an fp32 sum may round, as a share of its size and the root of its terms."""
 _REGRID = 6.0**-0.5
@@ -98,8 +100,11 @@ def moe_experts(options: Mapping[str, Any], args: Mapping[str, Any]) -> Expected
 
 
 def _expert(x: Tensor, w13: Tensor, w2: Tensor, like: Tensor, act: str | None) -> _Expert:
+    left_open = torch.zeros(1, dtype=torch.float64)  # of gate and up, by ties of x
     if act:
-        x = quantize_activation(x, act).value
+        held = quantize_activation(x, act)
+        left_open = torch.where(held.near, held.step, 0.0) @ w13.abs().T
+        x = held.value
     both = x @ w13.T
     gate, up = both.chunk(2, -1)
     inner = silu(gate) * up
@@ -109,15 +114,20 @@ def _expert(x: Tensor, w13: Tensor, w2: Tensor, like: Tensor, act: str | None) -
     rounded = (
         _FP32_SUMS * sqrt(x.shape[-1]) * ((by_gate * gate_sum) ** 2 + (by_up * up_sum) ** 2).sqrt()
     )
+    if act:
+        gate_open, up_open = left_open.chunk(2, -1)
+        rounded = rounded + by_gate.abs() * gate_open + by_up.abs() * up_open
     if like.dtype != torch.float32 or act:
         # Operands of a bf16 product are bf16: gate, up and their product, each rounded on its own.
         narrow = half_ulp(like) / 2 * ((by_gate * gate) ** 2 + 2 * inner**2).sqrt()
         rounded = rounded + _SIGMAS * narrow
     if act:
-        quantized = quantize_activation(inner, act)
+        quantized = quantize_activation(inner, act, _NARROW)
         inner = quantized.value
         # A scale that is off in its last bits shifts the whole grid.
         rounded = rounded + _SIGMAS * _REGRID * quantized.step
+        if act == "nvfp4":  # so is one that falls to the next E4M3 number
+            rounded = rounded + torch.where(quantized.near, quantized.step, 0.0)
     value = inner @ w2.T
     return _Expert(value, value.abs() + spread(inner, w2), spread(rounded, w2))
 

@@ -29,10 +29,10 @@ ALTERNATIVES = ("kv", "index", "act")
 
 PROVEN, DECLARED, BROKEN, REFUSED, WAIVED, UNKNOWN = "✓", "○", "✗", "-", "w", "?"
 _LEGEND = (
-    f"{PROVEN} every check that needs it passes · {DECLARED} declared, and no check of it was made "
-    f"· {BROKEN} declared, and a check that needs it fails · {WAIVED} a known fault is waived · "
-    f"{REFUSED} not declared, so it is refused · {UNKNOWN} never run. "
-    "What core composes for a backend counts as declared."
+    f"{PROVEN} checks were made with it, and every one that needs it passes · {DECLARED} declared, "
+    f"and no check was made with it · {BROKEN} declared, and a check that needs it fails · "
+    f"{WAIVED} a known fault is waived · {REFUSED} not declared, so it is refused · {UNKNOWN} "
+    "never run. What core composes for a backend counts as declared."
 )
 _Evidence = Mapping[frozenset[str], Sequence[Status]]
 
@@ -150,24 +150,29 @@ def _exclusive(word: str, other: str) -> bool:
 
 
 def _evidence(column: Column) -> _Evidence:
-    """Statuses of the checks by each word, and each pair of words, that they need."""
+    """Statuses of the checks by each word, and each pair of words, that they were made with."""
     found: dict[frozenset[str], list[Status]] = {}
     for cell in column.cells.values():
-        for words in _needs(cell.result):
+        for words in _shown(cell.result):
             found.setdefault(words, []).append(cell.result.status)
     return found
 
 
-def _needs(result: CheckResult) -> Iterator[frozenset[str]]:
-    """Each word, and each pair of words, that a check needs; a stage's own checks need it."""
+def _shown(result: CheckResult) -> Iterator[frozenset[str]]:
+    """Each word, and each pair of words, that a check says something of. One that failed says
+    nothing of what it was merely made with: that is no reason to call it broken.
+    """
     if result.provisional:
         return
     kind, _, stage = result.family.partition(".")
-    words = {*result.requires} | ({f"stage:{stage}"} if kind == "stages" else set())
-    for word in words:
+    needed = {*result.requires} | ({f"stage:{stage}"} if kind == "stages" else set())
+    words = {*needed, *result.exercises}
+    passed = result.status is Status.PASS
+    for word in words if passed else needed:
         yield frozenset({word})
     for pair in combinations(sorted(words), 2):
-        yield frozenset(pair)
+        if passed or needed.intersection(pair):
+            yield frozenset(pair)
 
 
 def _mark(words: frozenset[str], column: Column, evidence: _Evidence) -> str:
@@ -180,7 +185,8 @@ def _mark(words: frozenset[str], column: Column, evidence: _Evidence) -> str:
         return BROKEN
     if Status.WAIVED in statuses:
         return WAIVED
-    return PROVEN if statuses and statuses <= {Status.PASS, Status.UNSUPPORTED} else DECLARED
+    proven = Status.PASS in statuses and statuses <= {Status.PASS, Status.UNSUPPORTED}
+    return PROVEN if proven else DECLARED
 
 
 def _line(*cells: str) -> str:

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ml4core.api import Backend, Deployment, Refused
+from ml4core.registry import PluginRecord
 
 VENDORS = (
     "aiter", "cupy", "cutlass", "deep_gemm", "flash_attn", "flash_mla", "flashinfer", "hip",
@@ -41,14 +42,15 @@ class ChildFailed(Exception):
 
 def ask(
     question: str,
-    backend: Backend,
+    backend: Backend | PluginRecord,
     *,
     limit_s: float,
     path: Sequence[str] = (),
     deployment: Deployment | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The answer of ``question``, a name of ``QUESTIONS``, about a backend, which is pickled.
+    """The answer of ``question``, a name of ``QUESTIONS``, about a backend, which is pickled; or
+    about a plugin, which is not imported here.
 
     Raises ``ChildFailed`` with what became of the child; it has ended by then.
     """
@@ -174,7 +176,15 @@ def _refuse(backend: Backend, deployment: Deployment | None) -> dict[str, Any]:
     return {"reasons": []}
 
 
-QUESTIONS: Mapping[str, Callable[[Backend, Deployment | None], dict[str, Any]]] = {
+def _checks(record: PluginRecord, deployment: Deployment | None) -> dict[str, Any]:
+    """The checks that a plugin adds."""
+    from ml4core_conformance.own_checks import facts, own_checks
+
+    return {"checks": facts(own_checks(record))}
+
+
+QUESTIONS: Mapping[str, Callable[[Any, Deployment | None], dict[str, Any]]] = {
+    "checks": _checks,
     "register": _register,
     "probe": _probe,
     "serve": _serve,

@@ -118,6 +118,7 @@ def engine(
     """An engine on the subject; closed at the end."""
     args = EngineArgs(str(folder), **{"max_model_len": 256, "max_num_seqs": 8, **flags})
     opened = open_engine(args, choice=choice_of(subject, wrap, *plugins), sequences=sequences)
+    subject.exercise(opened.deployment.needs)
     try:
         yield opened
     finally:
@@ -170,24 +171,24 @@ class Watched:
 
 class _WatchedSession:
     def __init__(self, session: Session, owner: Watched) -> None:
-        self._session = session
+        self.inner = session
         self._owner = owner
         self._asked = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
+        return getattr(self.inner, name)
 
     def alloc_kv(self, layout: KVLayout, blocks: int, block_size: int) -> KVCache:
-        cache = self._session.alloc_kv(layout, blocks, block_size)
+        cache = self.inner.alloc_kv(layout, blocks, block_size)
         self._owner.log.allocated.append((layout.role, blocks, block_size))
         self._owner.log.caches.append(cache)
         return cache
 
     def prepare_weights(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         self._owner.log.prepared += 1
-        return self._session.prepare_weights(*args, **kwargs)
+        return self.inner.prepare_weights(*args, **kwargs)
 
     def fault(self) -> Fault | None:
         self._asked += 1
         told = self._owner.fault(self._asked) if self._owner.fault else None
-        return told or self._session.fault()
+        return told or self.inner.fault()

@@ -46,9 +46,8 @@ def judge(
         raise CheckFailed(f"{what}: shape {list(got.shape)}, wanted {list(exact.shape)}; {where}")
     if got.numel() == 0:
         return
-    errors, lost = row_errors(got, exact), row_errors(twin, exact)
-    finite = lost[lost.isfinite()]
-    bound = FACTOR * float(finite.max() if finite.numel() else 0.0) + floor
+    errors = row_errors(got, exact)
+    bound = FACTOR * _worst(row_errors(twin, exact)) + floor
     at = int(errors.argmax())
     place = []
     for axis, size in zip(reversed(axes), reversed(errors.shape), strict=True):
@@ -56,6 +55,34 @@ def judge(
         at //= size
     slice = ", ".join(reversed(place))
     subject.measure(Measure(what, float(errors.max()), bound, f"{where}, {slice}"))
+
+
+def stored(
+    subject: Subject,
+    what: str,
+    got: Tensor,
+    exact: Tensor,
+    twin: Tensor,
+    best: Tensor,
+    where: str,
+    floor: float,
+) -> None:
+    """Measures rows ``got`` [T, n] that a cache holds of the rows ``exact``: how much further off
+    the worst one is than ``best``, which is ``exact`` through the cache's own rounding. ``twin``
+    are the rows that the oracle's twin would store.
+
+    A value near the middle of two stored numbers may fall to either: that costs nothing here.
+    """
+    beyond = row_errors(got, exact) - row_errors(best, exact)
+    bound = FACTOR * _worst(row_errors(twin, exact)) + floor
+    at = int(beyond.argmax())
+    error = max(0.0, float(beyond[at]))
+    subject.measure(Measure(what, error, bound, f"{where}, row {at}, beyond its own rounding"))
+
+
+def _worst(errors: Tensor) -> float:
+    finite = errors[errors.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def finite(what: str, x: Tensor, where: str) -> None:

@@ -18,6 +18,7 @@ from ml4core.api import (
     Session,
     StepOutput,
     StepPlan,
+    Weight,
 )
 from ml4core.api.known_layouts import index_layout, latent_layout
 from ml4core.api.pages import page_tokens
@@ -70,6 +71,8 @@ REFERENCE = Precision(
 )
 BF16 = Precision("bf16", "bfloat16", "bf16", "default:index", frozenset({"act:bf16", "kv:bf16"}))
 FP8 = Precision("fp8", "bfloat16", "default:fp8", "default:index", frozenset({"act:bf16"}))
+MIXED = Precision("mixed", "float32", "bf16", "default:index", frozenset({"act:fp32", "kv:bf16"}))
+"""A cache that stores less than activations hold."""
 DEFAULT = Precision("default", "default:dtype", "default:kv", "default:index")
 
 
@@ -101,6 +104,12 @@ class Rig:
         needs = {f"kv:{fields['kv_layout']}", f"index:{fields['index_layout']}"}
         needs.add("act:fp32" if fields["dtype"] == "float32" else "act:bf16")
         needs |= deployment.pop("needs", frozenset())
+        self.exercised = {
+            f"weights:{one.format}"
+            for own in (weights.top, *(given or weights.layers))
+            for one in own.values()
+            if isinstance(one, Weight)
+        }
         self.deployment = subject.deployment(spec, **fields, needs=frozenset(needs), **deployment)
         self.block_size = self.deployment.block_size
         self.blocks = blocks
@@ -137,6 +146,11 @@ class Rig:
     @property
     def device(self) -> torch.device:
         return self.subject.torch_device
+
+    def exercise(self, *words: str) -> None:
+        """Notes that a check runs with what this model needs, and with ``words``."""
+        composed = {"feature:compose"} & self.subject.capabilities.features
+        self.subject.exercise({*self.deployment.needs, *self.exercised, *composed, *words})
 
     def book(self) -> PageBook:
         return PageBook(self.blocks)
@@ -213,6 +227,7 @@ class Rig:
 
     def bound(self, plan: StepPlan) -> tuple[BoundModel, Callable[..., StepOutput]]:
         """The model as core binds it for a plan's shape, and its compiled step."""
+        self.exercise()
         if plan.shape not in self._bound:
             bound = bind_model(self.session, self.context, plan.shape)
 

@@ -190,6 +190,7 @@ def global_stage(
     rig: Rig, stage: str, shape: StepShape | VisionShape
 ) -> list[tuple[str, Callable[..., Any]]]:
     """A stage of the whole model as core binds it, and each candidate that the session accepts."""
+    rig.exercise(f"stage:{stage}")
     bound, choice = bind_global_stage(stage, rig.session, rig.context, shape)
     candidates = rig.session.providers(stage, None, shape)
     own = [(one.provider, one.call) for one in candidates if isinstance(one, Accepted)]

@@ -18,10 +18,13 @@ from ml4core.engine.outputs import SequenceOutput
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core_conformance.check import CheckFailed, Measure
 from ml4core_conformance.draw import Draw
-from ml4core_conformance.oracle.stages import EXACT, Rounding
+from ml4core_conformance.oracle.stages import Rounding
+from ml4core_conformance.rigs import errors
 from ml4core_conformance.rigs.engines import Log, Watched, engine, oracle_of
+from ml4core_conformance.rigs.passes import is_coarse
 from ml4core_conformance.rigs.rig import through
 from ml4core_conformance.subject import Subject
+from ml4core_conformance.tolerances import STORING
 
 FLOOR = 2.0**-10
 """Of a log probability: what fp32 sums lose in eight layers."""
@@ -88,24 +91,27 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=0, ignore_e
 
 
 class Truth:
-    """The model of a folder in fp64, with its twin, through the caches that an engine has."""
+    """The model of a folder in fp64, with its twin, through the caches that an engine has; and as
+    it would be without those where they are coarser than activations.
+    """
 
     def __init__(self, folder: Path, opened: Engine, log: Log) -> None:
         by_role: dict[str, KVCache] = {}
         for cache in log.caches:  # the target's come before the drafter's
             by_role.setdefault(cache.layout.role, cache)
         keys = by_role.get("index", by_role["latent"])
-        rounded = Rounding(getattr(torch, opened.deployment.dtype))
-        self.exact, self.twin = (
-            oracle_of(
-                folder,
-                rounding=rounding,
-                store_row=partial(through, by_role["latent"]),
-                store_key=partial(through, keys),
-                index_fp8=keys.layout.fp8 is not None,
-            )
-            for rounding in (EXACT, rounded)
+        dtype = getattr(torch, opened.deployment.dtype)
+        make = partial(
+            oracle_of,
+            folder,
+            store_key=partial(through, keys),
+            index_fp8=keys.layout.fp8 is not None,
         )
+        stored = partial(through, by_role["latent"])
+        self.exact = make(store_row=stored)
+        self.twin = make(store_row=stored, rounding=Rounding(dtype))
+        coarse = is_coarse(by_role["latent"].layout, dtype)
+        self.kept = make() if coarse else None
 
     def judge(self, subject: Subject, ids: list[int], answer: Answer, where: str) -> None:
         """Each token's log probability, and that no other token was clearly likelier."""
@@ -114,7 +120,11 @@ class Truth:
             raise CheckFailed(f"{where}: {count} were answered, {TOKENS} of each are due")
         every = [*ids, *answer.ids[:-1]]
         exact, twin = (_law(one.run(every).logits, len(ids)) for one in (self.exact, self.twin))
-        bound = 2 * float((exact - twin).abs().max()) + FLOOR
+        loss = errors.FACTOR * float((exact - twin).abs().max())
+        if self.kept is not None:
+            kept = _law(self.kept.run(every).logits, len(ids))
+            loss = max(loss, STORING * float((exact - kept).abs().max()))
+        bound = loss + FLOOR
         own = exact.gather(1, torch.tensor(answer.ids).unsqueeze(1)).squeeze(1)
         error = (torch.tensor(answer.logprobs, dtype=torch.float64) - own).abs()
         at = int(error.argmax())

@@ -26,6 +26,9 @@ SYNCS = frozenset(
 )
 """Ops of which the host needs the result, or whose shape depends on data."""
 
+_COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::")
+"""Namespaces of torch's collectives."""
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -76,6 +79,10 @@ class Watch(TorchDispatchMode):
             masked = any(x.dtype in (torch.bool, torch.uint8) for x in _tensors(args[1:2]))
         self.seen.append(Seen(name, _forms((args, kwargs or {})), _forms(result), masked))
         return result
+
+    def collectives(self) -> list[str]:
+        """The collectives that were called."""
+        return [op.name for op in self.seen if op.name.startswith(_COLLECTIVES)]
 
     def largest(self) -> int:
         """Values of the largest tensor that an op made."""

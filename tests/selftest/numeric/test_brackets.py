@@ -13,7 +13,7 @@ from torch import Tensor
 from ml4core.api import Weight
 from ml4core.compose.ops.moe import moe_experts
 from ml4core.compose.ops.weights import decode_weight
-from ml4core.formats import fp8_block, fp8_tensor, mxfp4
+from ml4core.formats import fp8_block, fp8_tensor, mxfp4, nvfp4
 from ml4core_conformance.check import Status
 from ml4core_conformance.results import CheckResult
 
@@ -217,22 +217,50 @@ def test_experts_keep_inner_values_in_fp32_for_fp32(dies: Dies) -> None:
     dies("ops.elements[moe_experts/bf16+fp32]", moe_experts=_narrow_experts(torch.float32))
 
 
+def _quantised(wide: Tensor, act: str) -> Tensor:
+    """Rows fp32 as they come back from a format of activations."""
+    if act == "mxfp4":
+        return mxfp4.dequantize(*mxfp4.quantize(wide))
+    if act == "fp8_block":
+        return fp8_block.dequantize_activation(*fp8_block.quantize_activation(wide))
+    if act == "fp8_tensor":
+        return torch.stack([fp8_tensor.dequantize(*fp8_tensor.quantize(row)) for row in wide])
+    if act == "nvfp4":
+        scales = [nvfp4.global_multiplier(row) for row in wide]
+        rows = [nvfp4.quantize(row, multiplier=m) for row, m in zip(wide, scales, strict=True)]
+        each = zip(rows, scales, strict=True)
+        return torch.stack([nvfp4.dequantize(*row, multiplier=m) for row, m in each])
+    return wide
+
+
 def _quantized_gemm(act: str, units: Op) -> Callable[[Op], Op]:
     """A gemm that quantises its input first, and sums by ``units`` of x and w."""
 
     def wrap(honest: Op) -> Op:
         def call(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
-            wide = x.float()
-            if act == "mxfp4":
-                wide = mxfp4.dequantize(*mxfp4.quantize(wide))
-            elif act == "fp8_block":
-                wide = fp8_block.dequantize_activation(*fp8_block.quantize_activation(wide))
-            elif act == "fp8_tensor":
-                rows = [fp8_tensor.dequantize(*fp8_tensor.quantize(row)) for row in wide]
-                wide = torch.stack(rows)
+            wide = _quantised(x.float(), act)
             return units(wide, decode_weight(weight)).to(out_dtype or x.dtype)
 
         return call
+
+    return wrap
+
+
+def _quantized_experts(act: str, inner_act: str) -> Callable[[Op], Op]:
+    """Experts that quantise the inputs of their first and their second product."""
+
+    def wrap(honest: Op) -> Op:
+        def experts(x: Tensor, w13: Weight, w2: Weight, w: Tensor, ids: Tensor, *rest: Any) -> Any:
+            up, down = decode_weight(w13), decode_weight(w2)
+            given, out = _quantised(x.float(), act), torch.zeros(x.shape)
+            for row, choices in enumerate(ids.tolist()):
+                for share, expert in zip(w[row], choices, strict=True):
+                    g, u = (up[expert] @ given[row]).bfloat16().float().chunk(2)
+                    inner = (F.silu(g) * u).bfloat16().float()
+                    out[row] += share * (down[expert] @ _quantised(inner[None], inner_act)[0])
+            return out.to(x.dtype)
+
+        return experts
 
     return wrap
 
@@ -249,7 +277,13 @@ def _short_sums(x: Tensor, w: Tensor) -> Tensor:
     return total
 
 
-ACTS = ("fp8_block+fp8_block", "fp8_tensor+fp8_tensor", "mxfp4+fp8_block", "mxfp4+mxfp4")
+ACTS = (
+    "fp8_block+fp8_block",
+    "fp8_tensor+fp8_tensor",
+    "mxfp4+fp8_block",
+    "mxfp4+mxfp4",
+    "nvfp4+nvfp4",
+)
 
 
 @pytest.mark.parametrize("variant", ACTS)
@@ -262,6 +296,19 @@ def test_a_declared_quantised_activation_is_judged_as_one(
     units = _short_sums if act.startswith("fp8") else _in_order
     passes(id, small=False, words=words, gemm=_quantized_gemm(act, units))
     dies(id, small=False, words=words, gemm=_quantized_gemm("none", units))
+
+
+@pytest.mark.parametrize("variant", ["mxfp4+mxfp4", "nvfp4+nvfp4"])
+def test_experts_with_a_quantised_activation_are_judged_as_such(
+    passes: Passes, dies: Dies, variant: str
+) -> None:
+    act = variant.partition("+")[2]
+    words = frozenset({f"act:{act}"})
+    for family in FAMILIES:
+        id = f"ops.{family}[moe_experts/{variant}]"
+        passes(id, words=words, moe_experts=_quantized_experts(act, act))
+    wrong = _quantized_experts("none", act)
+    dies(f"ops.bias[moe_experts/{variant}]", small=False, words=words, moe_experts=wrong)
 
 
 def test_one_expert_too_few_dies(dies: Dies) -> None:

@@ -152,7 +152,7 @@ def test_more_drafts_of_a_block_are_accepted() -> None:
     assert float(block @ places) == pytest.approx(11 / 9)
 
 
-@pytest.mark.parametrize("format", ["fp8_block", "fp8_tensor", "mxfp4"])
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_tensor", "mxfp4", "nvfp4"])
 def test_a_quantised_activation_is_within_half_a_step(format: str) -> None:
     x = Draw(3).normal(5, 256).double()
     found = quantize_activation(x, format)

@@ -5,7 +5,7 @@ It imports ``ml4core.api`` and ``ml4core.formats``, and nothing else of ml4core.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ml4core.api import Backend, Capabilities, Deployment, Refusal, hookimpl
 
@@ -24,3 +24,20 @@ def ml4core_refusals(deployment: Deployment, capabilities: Capabilities) -> Sequ
     from ml4core_example.backend import refusals
 
     return refusals(deployment)
+
+
+@hookimpl(optionalhook=True)
+def ml4core_conformance_checks(register: Callable[..., None]) -> None:
+    """Called by the suite alone. Our checks count in our verdict as the suite's do."""
+    from ml4core_example.conformance import pages_of_eight
+
+    doc = "Rows lie in columns of eight tokens, so pages of another multiple are refused."
+    register("x-ml4core-example.pages", pages_of_eight, doc, profile="system")
+
+
+@hookimpl(optionalhook=True)
+def ml4core_conformance_harness(backend: Backend) -> object:
+    """Called by the suite alone: what only we can do to our device."""
+    from ml4core_example.conformance import Harness
+
+    return Harness()

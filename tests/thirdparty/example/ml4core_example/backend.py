@@ -13,6 +13,7 @@ from ml4core.api import (
     Refused,
     Session,
     undeclared,
+    unknown_switches,
 )
 from ml4core_example.layout import COLUMNS
 
@@ -65,7 +66,11 @@ class ExampleBackend:
     def open(self, deployment: Deployment) -> Session:
         """All reasons against the deployment at once, before anything is allocated."""
         capabilities = self.capabilities(deployment.device)
-        reasons = [*undeclared(deployment.needs, capabilities, NAME), *refusals(deployment)]
+        reasons = [
+            *undeclared(deployment.needs, capabilities, NAME),
+            *unknown_switches(deployment, NAME),
+            *refusals(deployment),
+        ]
         if reasons:
             raise Refused(reasons, what=f"--backend {NAME}")
         from ml4core_example.session import ExampleSession

@@ -30,12 +30,23 @@ if TYPE_CHECKING:
 
 
 class Eager:
-    """Runs a step as it is. A device that captures or compiles steps does so in ``compile``."""
+    """Runs a step as it is. A device that captures or compiles steps does so in ``compile``.
+
+    Attributes:
+        before_step: what a harness has put in the way of each step.
+    """
+
+    before_step: Callable[[], object] | None = None
 
     def compile(
         self, step: Callable[..., StepOutput], shape: StepShape
     ) -> Callable[..., StepOutput]:
-        return step
+        def run(*args: object) -> StepOutput:
+            if self.before_step is not None:
+                self.before_step()
+            return step(*args)
+
+        return run
 
     def eager_break(self, function: Callable[..., object]) -> Callable[..., object]:
         return function
@@ -55,6 +66,7 @@ class ExampleSession:
         self.layouts: Mapping[str, KVLayout] = {COLUMNS: columns()}
         self.executor = Eager()
         self.collectives = None  # core's own
+        self.failed: Fault | None = None
 
     def providers(
         self, stage: str, layer: LayerSpec | None, shape: StepShape | VisionShape
@@ -80,7 +92,8 @@ class ExampleSession:
         return KVCache(layout, block_size, parts)
 
     def fault(self) -> Fault | None:
-        return None
+        """What the driver has told of; asked for on every step, so it doesn't wait."""
+        return self.failed
 
     def close(self) -> None:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ml4core.api import Backend, Capabilities, Deployment, Refusal, hookimpl
 from ml4core_rocm.backend import RocmBackend
-from ml4core_rocm.capabilities import refusals
+from ml4core_rocm.refusals import refusals
 
 
 @hookimpl

@@ -17,11 +17,14 @@ _DRIVER = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of the driver's topology. ``memory_bytes`` is all of its own memory, used or not."""
+    """A GPU of the driver's topology. ``memory_bytes`` is all of its own memory, used or not;
+    ``cus`` its compute units as they are seen, fewer on a partition; 0 if the driver doesn't say.
+    """
 
     index: int
     arch: str
     memory_bytes: int
+    cus: int = 0
 
     def __str__(self) -> str:
         return f"AMD GPU ({self.arch}, {self.memory_bytes / 2**30:.1f} GiB)"
@@ -48,13 +51,17 @@ def _gpus(nodes: Path) -> tuple[Gpu, ...]:
     found: list[Gpu] = []
     folders = (path for path in nodes.glob("*") if path.name.isdigit())
     for folder in sorted(folders, key=lambda path: int(path.name)):
-        target = _properties(folder / "properties").get("gfx_target_version", 0)
+        facts = _properties(folder / "properties")
+        target = facts.get("gfx_target_version", 0)
         if target:  # 0: a CPU
             memory = sum(
                 _properties(bank).get("size_in_bytes", 0)
                 for bank in folder.glob("mem_banks/*/properties")
             )
-            found.append(Gpu(len(found), arch(target), memory))
+            cus = facts.get("simd_count", 0) // max(1, facts.get("simd_per_cu", 0))
+            found.append(
+                Gpu(len(found), arch(target), memory, cus if "simd_per_cu" in facts else 0)
+            )
     return tuple(found)
 
 

@@ -33,6 +33,14 @@ def find_torch() -> tuple[str, tuple[Refusal, ...]]:
     return name, (Refusal("rocm", "torch", reason, "a driver that is new enough for this torch"),)
 
 
+def hip_version() -> str:
+    """The HIP that torch was built for; empty if it wasn't, or can't be used."""
+    try:
+        return str(importlib.import_module("torch").version.hip or "")
+    except Exception:
+        return ""
+
+
 def find_triton() -> tuple[str, tuple[Refusal, ...]]:
     """The version of triton ("" if it can't be used), and why it can't."""
     try:

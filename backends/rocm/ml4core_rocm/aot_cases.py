@@ -1,0 +1,162 @@
+"""Shapes at which the kernels of caches, attention and selection are compiled ahead: ranks of TP 4
+and TP 8 of the full model, one row and many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ml4core.api import KVCache
+from ml4core.api.known_layouts import index_layout, latent_layout
+from ml4core_rocm.aot import Case
+
+BLOCK = 64
+TOPK = 2048
+_PAGES = 65536
+"""Of 64 rows of 576 bytes: 2.4 GB, beyond what 32-bit offsets reach."""
+_SCALE = 576**-0.5
+
+F8 = MappingProxyType({"gfx950": r"f8f6f4", "gfx942": r"_fp8_fp8"})
+"""The matrix instruction of FP8 by architecture."""
+_BF16 = MappingProxyType({"gfx950": r"_bf16", "gfx942": r"_bf16"})
+_INDEX = MappingProxyType({"gfx950": r"f8f6f4", "gfx942": r"_f16"})
+"""gfx942's matrix units don't take e4m3fn, which index keys are stored in."""
+
+
+def kernel(name: str, function: str = "") -> Any:
+    """A function of a file of kernels; that of the file's name if none is given. Imports triton."""
+    return getattr(import_module(f"ml4core_rocm.kernels.{name}"), function or name)
+
+
+def case(
+    name: str,
+    call: Any,
+    *arguments: Any,
+    hot: bool = True,
+    wants: Mapping[str, str] | None = None,
+    archs: tuple[str, ...] = (),
+    **named: Any,
+) -> Case:
+    return Case(name, partial(call, *arguments, **named), hot, wants or {}, archs)
+
+
+def cases() -> Iterator[Case]:
+    """Imports triton."""
+    sparse = kernel("sparse_mla")
+    for layout, archs in (
+        ("e4m3", ("gfx950",)),
+        ("e4m3fnuz", ("gfx942",)),
+        ("bf16", ()),
+    ):
+        cache = latents(layout)
+        for heads in (8, 16, 64):
+            for rows in (1, 4096):
+                name = f"sparse_mla {layout} {heads} heads {rows} rows"
+                given = attended(cache, rows, heads)
+                yield case(name, sparse, *given, wants=_BF16, archs=archs)
+                if layout != "bf16":
+                    yield case(
+                        f"{name} fp8",
+                        sparse,
+                        *given,
+                        wants=F8,
+                        archs=archs,
+                        precision="fp8",
+                    )
+        slots = ints(8, dtype=torch.int64)
+        given = (cache, slots, bf16(8, 512), bf16(8, 64))
+        yield case(f"kv_write {layout}", kernel("kv_write"), *given, archs=archs)
+        name = f"gather_kv {layout}"
+        yield case(name, kernel("gather_kv"), cache, ints(8), archs=archs, hot=False)
+    wide = attended(latents("fp32"), 4, 8)
+    yield case("sparse_mla fp32 8 heads", sparse, f32(4, 8, 576), *wide[1:], hot=False)
+    ragged = (bf16(64, 16, 512), latents("bf16"), ints(65), ints(64 * TOPK), _SCALE, TOPK)
+    yield case("ragged_mla bf16 16 heads", kernel("ragged_mla"), *ragged, wants=_BF16)
+    yield from _selection()
+
+
+def _selection() -> Iterator[Case]:
+    keys = keys_of("tiled16_f32")
+    for heads in (32, 64):
+        for rows in (1, 4, 4096):
+            requests = 8 if rows < 4096 else 1
+            yield case(
+                f"indexer_logits {heads} heads {rows} rows a request",
+                kernel("indexer_logits"),
+                *scored(requests * rows, heads),
+                keys,
+                *paged(requests, rows),
+                wants=_INDEX,
+            )
+    yield case(
+        "ragged_logits 32 heads 4096 rows",
+        kernel("ragged_logits"),
+        *scored(4096, 32),
+        torch.empty(65536, 128, dtype=torch.uint8, device="meta"),
+        f32(65536),
+        ints(4096),
+        ints(4096),
+        wants=_INDEX,
+    )
+    gather = (keys, ints(1, 1024), ints(2), 65536, 65536)
+    yield case("gather_index_keys", kernel("gather_index_keys"), *gather)
+    slots = ints(8, dtype=torch.int64)
+    yield case("indexer_write", kernel("indexer_write"), keys, slots, f32(8, 128))
+    norm = (f32(128), f32(128), 1e-6, slots)
+    write = kernel("index_key_write")
+    yield case("index_key_write rope", write, keys, slots, f32(8, 128), *norm, f32(32), True)
+    yield case("index_key_write", write, keys, slots, f32(8, 128), *norm, None, True)
+    for columns in (16384, 65536, 1 << 20):
+        yield case(f"topk of {columns}", kernel("topk"), f32(8, columns), ints(8), TOPK)
+    chosen = (ints(8, TOPK), ints(8, 1024), slots, BLOCK)
+    yield case("to_slots", kernel("to_slots"), *chosen)
+
+
+def latents(layout: str) -> KVCache:
+    return _cache(latent_layout(layout))
+
+
+def keys_of(layout: str) -> KVCache:
+    return _cache(index_layout(layout))
+
+
+def _cache(layout: Any) -> KVCache:
+    parts = tuple(
+        torch.empty(part.shape(_PAGES, BLOCK), dtype=getattr(torch, part.dtype), device="meta")
+        for part in layout.parts
+    )
+    return KVCache(layout, BLOCK, parts)
+
+
+def attended(cache: KVCache, rows: int, heads: int) -> tuple[Any, ...]:
+    """q, cache, slots, lens and scale."""
+    return bf16(rows, heads, 576), cache, ints(rows, TOPK), ints(rows), _SCALE
+
+
+def scored(rows: int, heads: int) -> tuple[Any, ...]:
+    """Index queries, weights and scale."""
+    return f32(rows, heads, 128), f32(rows, heads), 0.01
+
+
+def paged(requests: int, rows: int) -> tuple[Any, ...]:
+    """Block table, query_start, visible and max_rows of requests of 64k tokens."""
+    return ints(requests, 1024), ints(requests + 1), ints(requests * rows), rows
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def f32(*shape: int) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

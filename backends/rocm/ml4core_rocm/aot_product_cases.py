@@ -1,0 +1,91 @@
+"""Shapes at which the kernels of products, experts and norms are compiled ahead: ranks of TP 4 and
+TP 8 of the full model, one row and many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MappingProxyType
+
+import torch
+
+from ml4core.api import Weight
+from ml4core_rocm.aot import Case
+from ml4core_rocm.aot_cases import F8, bf16, case, f32, ints, kernel
+
+HIDDEN = 6144
+EXPERTS = 128
+TOPK = 4
+
+_SCALED = MappingProxyType({"gfx950": r"v_mfma_scale_", "gfx942": r"_bf16"})
+"""gfx942's units take no scales: codes are decoded to bf16."""
+_BF16 = MappingProxyType({"gfx950": r"_bf16", "gfx942": r"_bf16"})
+_BLOCK = MappingProxyType(F8 | {"gfx942": r"_bf16"})
+"""e4m3fn, which weights are stored in, meets itself on gfx950 only."""
+
+
+def cases() -> Iterator[Case]:
+    """Imports triton."""
+    experts, gemm = kernel("moe_experts"), kernel("gemm")
+    for width in (1536, 768):
+        for rows in (1, 64, 4096):
+            for act in ("mxfp4", "mxfp8", None):
+                name = {"mxfp4": "a4w4", "mxfp8": "a8w4"}.get(act or "", "a16w4")
+                yield case(
+                    f"moe_experts {name} {width} wide {rows} rows",
+                    experts,
+                    bf16(rows, HIDDEN),
+                    mxfp4(EXPERTS, 2 * width, HIDDEN),
+                    mxfp4(EXPERTS, HIDDEN, width),
+                    f32(rows, TOPK),
+                    ints(rows, TOPK, dtype=torch.int64),
+                    act=act,
+                    wants=_SCALED if act else _BF16,
+                    hot=act is not None,
+                )
+    for act in ("fp8_block", None):
+        yield case(
+            f"moe_experts fp8 {act or 'bf16'} 768 wide 64 rows",
+            experts,
+            bf16(64, HIDDEN),
+            fp8_block(EXPERTS, 1536, HIDDEN),
+            fp8_block(EXPERTS, HIDDEN, 768),
+            f32(64, TOPK),
+            ints(64, TOPK, dtype=torch.int64),
+            act=act,
+            wants=_BLOCK if act else _BF16,
+            hot=False,
+        )
+    for rows in (1, 64, 4096):
+        for act in ("fp8_block", None):
+            yield case(
+                f"gemm fp8_block {act or 'bf16'} {rows} rows",
+                gemm,
+                bf16(rows, HIDDEN),
+                fp8_block(2048, HIDDEN),
+                act=act,
+                wants=_BLOCK if act else _BF16,
+            )
+        plain = Weight("bf16", (2048, HIDDEN), {"data": bf16(2048, HIDDEN)})
+        yield case(f"gemm bf16 {rows} rows", gemm, bf16(rows, HIDDEN), plain, wants=_BF16)
+    yield case("rms_norm", kernel("rms_norm"), bf16(64, HIDDEN), bf16(HIDDEN), 1e-6)
+    yield case("layer_norm", kernel("layer_norm"), f32(64, 32, 128), f32(128), f32(128), 1e-6)
+
+
+def mxfp4(*shape: int) -> Weight:
+    *stack, rows, columns = shape
+    parts = {
+        "data": _bytes(*stack, rows, columns // 2),
+        "scale": _bytes(*stack, rows, columns // 32),
+    }
+    return Weight("mxfp4", shape, parts)
+
+
+def fp8_block(*shape: int) -> Weight:
+    *stack, rows, columns = shape
+    scale = f32(*stack, -(-rows // 128), -(-columns // 128))
+    return Weight("fp8_block", shape, {"data": _bytes(*shape), "scale": scale})
+
+
+def _bytes(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device="meta")

@@ -1,0 +1,1 @@
+"""Triton kernels of our own and adapters of AITER, a file an op. Imported when a session opens."""

@@ -1,0 +1,275 @@
+"""``topk``: the exact k largest, in ascending order of position, ties to the lowest position.
+
+A tournament. A row's scores are cut into tiles that one program holds in registers; each keeps its
+k largest with their positions, in order, and what they keep is the next round's row, until one tile
+is left. A program finds its k-th largest by bits, from the top: 32 counts over a tile, whatever the
+scores look like. No histogram, no atomic, no wait of one program for another.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ml4core_rocm.kernels.numeric import next_power
+from ml4core_rocm.kernels.to_slots import slot_of
+
+TILE = 16384
+"""Scores of a tile: 16 registers of 1,024 lanes."""
+
+_PART = 4096
+"""Scores of a tile that are ranked at once."""
+
+LEAST = tl.constexpr(-(2**31))
+"""Below the key of every number; stands for none."""
+
+
+@triton.jit
+def order_key(x):
+    """int32 keys in the order of fp32 ``x``; one for both zeros. ``LEAST`` for NaN."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    # Negative floats grow downwards: flip all but the sign.
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(x != x, LEAST, key)
+
+
+@triton.jit
+def border_key(key, k):
+    """The largest int32 that at least ``k`` of ``key`` [C] reach; ``LEAST`` if no more than k are
+    numbers.
+    """
+    border = LEAST
+    if tl.sum((key > LEAST).to(tl.int32), 0) > k:
+        border = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= k, 0, border)
+        for i in range(31):
+            trial = border | (1 << (30 - i))
+            border = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= k, trial, border)
+    return border
+
+
+@triton.jit
+def _entries(
+    scores,
+    in_positions,
+    in_keys,
+    in_counts,
+    seen,
+    in_tiles,
+    lane,
+    KP: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """Position, key and whether it is NaN of each ``lane`` of a row; ``LEAST`` where there is none.
+
+    The first round's pointers are those of the row, the others' are of what its programs kept.
+    """
+    if FIRST:
+        position = lane
+        x = tl.load(scores + lane, lane < seen, other=float("-inf"))
+        # -inf may be chosen where it is visible, what is not visible never.
+        key = tl.where(lane < seen, order_key(x), LEAST)
+        nan = (x != x) & (lane < seen)
+    else:
+        source = lane // KP
+        count = tl.load(in_counts + source, source < in_tiles, other=0)
+        held = lane % KP < count
+        position = tl.load(in_positions + lane, held, other=-1)
+        key = tl.load(in_keys + lane, held, other=LEAST)
+        nan = lane < 0
+    return position, key, nan
+
+
+@triton.jit
+def topk_kernel(
+    scores,
+    visible,
+    in_positions,
+    in_keys,
+    in_counts,
+    in_nans,
+    out_positions,
+    out_keys,
+    out_counts,
+    out_nans,
+    slots,
+    block_table,
+    row_request,
+    columns,
+    in_tiles,
+    out_tiles,
+    pages,
+    scores_stride,
+    table_stride,
+    k,
+    KP: tl.constexpr,
+    C: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """A program keeps the k largest of a tile of ``C``: of scores in the ``FIRST`` round, else of
+    what ``C / KP`` programs of the round before have kept. The ``LAST`` writes the results.
+
+    What is kept is written in parts, for which the tile is read again: it needs more registers than
+    the search.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    seen = tl.minimum(tl.load(visible + row), columns)
+    scores += row * scores_stride
+    in_positions += row * in_tiles * KP
+    in_keys += row * in_tiles * KP
+    in_counts += row * in_tiles
+    lane = tile * C + tl.arange(0, C)
+    _, key, nan = _entries(
+        scores, in_positions, in_keys, in_counts, seen, in_tiles, lane, KP, FIRST
+    )
+    if FIRST:
+        has_nan = tl.max(nan.to(tl.int32), 0)
+    else:
+        source = tile * (C // KP) + tl.arange(0, C // KP)
+        nans = tl.load(in_nans + row * in_tiles + source, source < in_tiles, other=0)
+        has_nan = tl.max(nans, 0)
+    border = border_key(key, k)
+    above_all = tl.sum((key > border).to(tl.int32), 0)
+    left = k - above_all
+    out_positions += row * k if LAST else (row * out_tiles + tile) * KP
+    table = block_table
+    if SLOTS:
+        table += tl.load(row_request + row) * table_stride
+    above_before = 0
+    ties_before = 0
+    for at in range(0, C, PART):
+        part = tile * C + at + tl.arange(0, PART)
+        position, own, _own_nan = _entries(
+            scores, in_positions, in_keys, in_counts, seen, in_tiles, part, KP, FIRST
+        )
+        above = own > border
+        tied = (own == border) & (own > LEAST)
+        # Both ranks in one scan: neither exceeds 2**15.
+        ranks = tl.cumsum((above.to(tl.int32) << 16) | tied.to(tl.int32), 0)
+        ties = ties_before + (ranks & 0xFFFF)
+        chosen = above | (tied & (ties <= left))
+        target = above_before + (ranks >> 16) + tl.minimum(ties, left) - 1
+        tl.store(out_positions + target, position, chosen)
+        if not LAST:
+            tl.store(out_keys + (row * out_tiles + tile) * KP + target, own, chosen)
+        elif SLOTS:
+            found = slot_of(position, chosen, table, pages, BLOCK_SIZE)
+            tl.store(slots + row * k + target, found, chosen)
+        above_before += tl.sum(above.to(tl.int32), 0)
+        ties_before += tl.sum(tied.to(tl.int32), 0)
+    count = above_before + tl.minimum(ties_before, left)
+    if LAST:
+        rest = tl.arange(0, KP)
+        behind = (rest >= count) & (rest < k)
+        tl.store(out_positions + rest, -1, behind)
+        if SLOTS:
+            tl.store(slots + row * k + rest, -1, behind)
+        tl.store(out_counts + row, count)
+        tl.store(out_nans + row, has_nan != 0)
+    else:
+        tl.store(out_counts + row * out_tiles + tile, count)
+        tl.store(out_nans + row * out_tiles + tile, has_nan)
+
+
+class Chosen(NamedTuple):
+    """int32 positions [T, k] and lens [T], bool has_nan [T], and int32 slots [T, k] if asked."""
+
+    positions: Tensor
+    lens: Tensor
+    has_nan: Tensor
+    slots: Tensor | None
+
+
+def topk(scores: Tensor, visible: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions int32 [T, k], lens int32 [T] and has_nan bool [T] of scores fp32 [T, S], of which
+    the first visible [T] count. ``ValueError`` for a k above a quarter of a tile.
+    """
+    chosen = choose(scores, visible, k)
+    return chosen.positions, chosen.lens, chosen.has_nan
+
+
+def choose(
+    scores: Tensor,
+    visible: Tensor,
+    k: int,
+    block_table: Tensor | None = None,
+    row_request: Tensor | None = None,
+    block_size: int = 1,
+) -> Chosen:
+    """``topk``, with the slots of what is chosen if a block table int32 [R, B] and the request of
+    each row int64 [T] are given.
+    """
+    if not 1 <= k <= TILE // 4:
+        raise ValueError(f"top-k of {k}; the kernel keeps 1 to {TILE // 4}")
+    rows, columns = scores.shape
+    device = scores.device
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    convert = block_table is not None and row_request is not None
+    positions, lens = ints(rows, k), ints(rows)
+    slots = ints(rows, k) if convert else None
+    has_nan = torch.empty(rows, dtype=torch.bool, device=device)
+    if not rows:
+        return Chosen(positions, lens, has_nan, slots)
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    visible = visible.contiguous()
+    kept = next_power(k)
+    table = block_table if block_table is not None and convert else visible
+    requests = row_request.contiguous() if row_request is not None and convert else visible
+    if convert and table.stride(1) != 1:
+        table = table.contiguous()
+    size = min(TILE, max(64, next_power(max(columns, kept))))
+    tiles = max(1, -(-columns // size))
+    sources = (positions, positions, lens, lens)
+    in_tiles, first = 1, True
+    while True:
+        last = tiles == 1
+        kept_here = (
+            (positions, positions, lens, has_nan)
+            if last
+            else (
+                ints(rows, tiles, kept),
+                ints(rows, tiles, kept),
+                ints(rows, tiles),
+                ints(rows, tiles),
+            )
+        )
+        topk_kernel[(rows, tiles)](
+            scores,
+            visible,
+            *sources,
+            *kept_here,
+            positions if slots is None else slots,
+            table,
+            requests,
+            columns,
+            in_tiles,
+            tiles,
+            table.shape[1] if convert else 1,
+            scores.stride(0),
+            table.stride(0),
+            k,
+            KP=kept,
+            C=size,
+            PART=min(size, _PART),
+            BLOCK_SIZE=block_size,
+            FIRST=first,
+            LAST=last,
+            SLOTS=convert,
+            num_warps=max(4, min(16, size // 512)),
+        )
+        if last:
+            return Chosen(positions, lens, has_nan, slots)
+        sources, in_tiles, first = kept_here, tiles, False
+        size = min(TILE, next_power(tiles * kept))
+        tiles = -(-tiles * kept // size)

@@ -1,0 +1,183 @@
+"""Who serves what where AITER is asked for: its functions by part, what stands against each, and
+ours where it can't.
+
+Without ``VLLM_ROCM_USE_AITER=1`` every part is ours, or core's composition where there is none of
+ours. With it, a part is AITER's where nothing stands against it: that is what was asked for, and no
+measurement decides as yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ml4core.api import Deployment, LayerSpec, Refusal
+from ml4core_rocm.devices import FLAVOUR
+from ml4core_rocm.switches import VARIABLES, Switches
+
+OURS = "triton"
+_SOURCE = "rocm"
+TOPK, CHUNK = 2048, 256
+"""Keys that its top-k keeps, and those of a chunk of its paged scores."""
+_UNIT = 256
+"""What MXFP4 experts' widths are multiples of there."""
+
+Against = Callable[[LayerSpec | None, Deployment, Switches], Iterator[Refusal]]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """AITER's way for a stage or an op.
+
+    Attributes:
+        name: as the start-up report calls it.
+        functions: what its adapter calls, by the names of ``aiter_functions``.
+        against: reasons that lie in the layer or the deployment.
+    """
+
+    name: str
+    part: str
+    functions: tuple[str, ...]
+    against: Against
+
+    def reasons(
+        self,
+        layer: LayerSpec | None,
+        deployment: Deployment,
+        switches: Switches,
+        installed: Callable[[tuple[str, ...]], tuple[Refusal, ...]],
+    ) -> tuple[Refusal, ...]:
+        """Everything against it; nothing, if it is asked for and can serve. ``installed`` says
+        what is wrong with functions of the library, and is asked only if it is.
+        """
+        found = list(self.against(layer, deployment, switches))
+        if not switches.use_aiter:
+            variable = VARIABLES["use_aiter"]
+            found.append(Refusal(_SOURCE, self.name, f"{variable} is not 1", f"{variable}=1"))
+        else:
+            found += installed(self.functions)
+        return tuple(found)
+
+
+def _bf16(name: str, deployment: Deployment) -> Iterator[Refusal]:
+    if deployment.dtype != "bfloat16":
+        reason = f"its rows are bfloat16, not {deployment.dtype}"
+        yield Refusal(_SOURCE, name, reason, "--dtype bfloat16")
+
+
+def _mla(layer: LayerSpec | None, deployment: Deployment, switches: Switches) -> Iterator[Refusal]:
+    name, arch = "AITER MLA", deployment.device.arch
+    if layer is not None and layer.topk_source is None:
+        yield Refusal(_SOURCE, name, "its sparse decoding serves layers that choose their keys")
+    native = "e4m3" if FLAVOUR.get(arch) == "e4m3fn" else "e4m3fnuz"
+    if deployment.kv_layout not in ("bf16", native):
+        reason = f"on {arch} it reads rows of bf16 or {native}, not of {deployment.kv_layout}"
+        yield Refusal(_SOURCE, name, reason, "--kv-cache-dtype fp8, or bfloat16")
+    yield from _bf16(name, deployment)
+    if switches.aiter_triton_sparse_mla:
+        reason = f"{VARIABLES['aiter_triton_sparse_mla']} wants the Triton kernel in its place"
+        yield Refusal(_SOURCE, name, reason, f"{VARIABLES['aiter_triton_sparse_mla']}=0")
+
+
+def _triton_mla(
+    layer: LayerSpec | None, deployment: Deployment, switches: Switches
+) -> Iterator[Refusal]:
+    name = "AITER Triton sparse MLA"
+    reason = (
+        "it gives no log-sum-exp, which the stage returns; ours has the same form: ragged, without "
+        "padded heads, without queries in FP8"
+    )
+    yield Refusal(_SOURCE, name, reason, OURS)
+
+
+def _select(
+    layer: LayerSpec | None, deployment: Deployment, switches: Switches
+) -> Iterator[Refusal]:
+    name = "AITER index scores and top-k"
+    index = layer.indexer if layer is not None else None
+    if deployment.device.arch != "gfx950":
+        reason = f"its stable top-k is made for gfx950, not for {deployment.device.arch}"
+        yield Refusal(_SOURCE, name, reason, OURS)
+    if index is not None and index.topk != TOPK:
+        yield Refusal(_SOURCE, name, f"its top-k keeps {TOPK} keys, not {index.topk}", OURS)
+    if deployment.index_layout != "tiled16_f32":
+        reason = f"its paged scores read keys of tiled16_f32, not of {deployment.index_layout}"
+        yield Refusal(_SOURCE, name, reason, "tiled16_f32")
+    size = deployment.block_size
+    if size % 16 or (CHUNK % size and size % CHUNK):
+        reason = f"pages of {size} keys and its chunks of {CHUNK} don't divide one another"
+        yield Refusal(_SOURCE, name, reason, "--block-size 64")
+
+
+def _norms(
+    layer: LayerSpec | None, deployment: Deployment, switches: Switches
+) -> Iterator[Refusal]:
+    yield from _bf16("AITER RMS norm", deployment)
+
+
+def _products(
+    layer: LayerSpec | None, deployment: Deployment, switches: Switches
+) -> Iterator[Refusal]:
+    name = "AITER block FP8 product"
+    yield from _bf16(name, deployment)
+    if "act:fp8_block" not in deployment.needs:
+        reason = "it quantises its input to fp8_block, which this deployment doesn't ask for"
+        yield Refusal(_SOURCE, name, reason)
+    if FLAVOUR.get(deployment.device.arch) != "e4m3fn":
+        reason = f"its adapter hands e4m3fn on, and {deployment.device.arch} computes in e4m3fnuz"
+        yield Refusal(_SOURCE, name, reason, "gfx950")
+
+
+def _experts(
+    layer: LayerSpec | None, deployment: Deployment, switches: Switches
+) -> Iterator[Refusal]:
+    name = "AITER fused experts"
+    yield from _bf16(name, deployment)
+    if deployment.device.arch != "gfx950":
+        reason = f"MXFP4 experts need scaled matrix instructions; this is {deployment.device.arch}"
+        yield Refusal(_SOURCE, name, reason, "gfx950")
+    if not switches.expert_act:
+        reason = "it quantises the inputs of experts, which this deployment doesn't ask for"
+        yield Refusal(_SOURCE, name, reason, "VLLM_FP8_MOE_REQUANT=mxfp4")
+    ranks = 1 if deployment.enable_expert_parallel else deployment.tensor_parallel_size
+    widths = {
+        width
+        for one in deployment.model.layers
+        if one.moe is not None
+        for width in (one.hidden_size, one.moe.expert_width // ranks)
+    }
+    if wrong := sorted(width for width in widths if width % _UNIT):
+        reason = f"its tiles are {_UNIT} wide, and experts of a rank are {wrong}"
+        yield Refusal(_SOURCE, name, reason, "another --tensor-parallel-size")
+    if switches.expert_act == "a4w4" and deployment.enable_expert_parallel:
+        reason = "its a4w4 experts take no mask of other ranks' experts"
+        yield Refusal(_SOURCE, name, reason, "--no-enable-expert-parallel")
+
+
+PEERS: tuple[Peer, ...] = (
+    Peer(
+        "AITER MLA",
+        "sparse_mla",
+        ("mla_decode_fwd", "get_mla_metadata_info_v1", "get_mla_metadata_v1"),
+        _mla,
+    ),
+    Peer("AITER Triton sparse MLA", "sparse_mla", (), _triton_mla),
+    Peer(
+        "AITER index scores and top-k",
+        "select",
+        ("deepgemm_fp8_paged_mqa_logits", "top_k_per_row_decode"),
+        _select,
+    ),
+    Peer("AITER RMS norm", "rms_norm", ("rmsnorm2d_fwd",), _norms),
+    Peer("AITER block FP8 product", "gemm", ("gemm_a8w8_blockscale",), _products),
+    Peer("AITER fused experts", "moe_experts", ("fused_moe",), _experts),
+)
+"""A stage or an op, by the name of its ``part``."""
+
+
+FUNCTIONS = tuple(dict.fromkeys(name for peer in PEERS for name in peer.functions))
+"""All that is called of the library, and so has to fit once it is asked for."""
+
+
+def peers(part: str) -> tuple[Peer, ...]:
+    return tuple(peer for peer in PEERS if peer.part == part)

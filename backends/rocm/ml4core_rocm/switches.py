@@ -1,0 +1,166 @@
+"""The backend's switches: the variables of ROCm deployments, and keys of ours that mean the same.
+
+    VLLM_ROCM_USE_AITER                     use_aiter
+    VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA   aiter_triton_sparse_mla
+    AITER_CUSTOM_AR_MAX_SIZE                custom_ar_max_size
+
+Keys stand in the object under the backend's name: ``--additional-config '{"rocm": {"use_aiter":
+true}}'``. What a variable and its key say must be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from ml4core.api import Capabilities, Deployment, Refusal
+
+AITER, SPARSE_MLA, AR_SIZE = "use_aiter", "aiter_triton_sparse_mla", "custom_ar_max_size"
+
+VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        AITER: "VLLM_ROCM_USE_AITER",
+        SPARSE_MLA: "VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA",
+        AR_SIZE: "AITER_CUSTOM_AR_MAX_SIZE",
+    }
+)
+"""Key -> variable."""
+
+AR_DEFAULT = 64 << 20
+AR_POOL = 1 << 30
+"""Bytes of the pool that the custom all-reduce registers: no message can be larger."""
+
+EXPERT_ACTS: Mapping[str, str] = MappingProxyType({"a8w4": "fp8_block", "a4w4": "mxfp4"})
+"""Activations of experts in MXFP4 -> the format of ``act:`` words."""
+_DEFAULT_ACT = "a8w4"
+_KERNEL_ACTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "a8w4": {"gfx950": "mxfp8", "gfx942": "fp8_block"},
+        "a4w4": {"gfx950": "mxfp4"},
+    }
+)
+"""What our kernels make of an input: on gfx950 what its scaled matrix instructions take, groups of
+32 with a power of two each.
+"""
+
+_BOOLS = {"1": True, "true": True, "0": False, "false": False}
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What is in force.
+
+    Attributes:
+        custom_ar_max_size: bytes of the largest message that the custom all-reduce takes; 0: none.
+        expert_act: ``a8w4`` or ``a4w4`` of experts in MXFP4; empty where inputs stay as they are.
+        told: words by word, with where each comes from.
+        kernel_act: the format to which our kernels bring inputs of such experts; None: as they are.
+    """
+
+    use_aiter: bool = False
+    aiter_triton_sparse_mla: bool = False
+    custom_ar_max_size: int = AR_DEFAULT
+    expert_act: str = ""
+    kernel_act: str | None = None
+    told: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+def read(
+    deployment: Deployment, capabilities: Capabilities, environment: Mapping[str, str]
+) -> tuple[Switches, tuple[Refusal, ...]]:
+    """The switches, and each that can't be: an unknown value, a contradiction, or one that this
+    deployment can't have.
+    """
+    own = deployment.additional_config.get("rocm", {})
+    config = own if isinstance(own, Mapping) else {}
+    values: dict[str, bool | int] = {AITER: False, SPARSE_MLA: False, AR_SIZE: AR_DEFAULT}
+    told, faults = {}, []
+    for key, variable in VARIABLES.items():
+        source = "default"
+        stated: dict[str, bool | int] = {}
+        for name, raw in ((variable, environment.get(variable, "")), (_flag(key), config.get(key))):
+            if raw is None or raw == "":
+                continue
+            value = _value(key, raw)
+            if isinstance(value, str):
+                faults.append(Refusal("rocm", name, f"{raw!r} is no value of it", value))
+            else:
+                stated[name] = value
+        if len(set(stated.values())) > 1:
+            both = " and ".join(f"{name} says {value}" for name, value in stated.items())
+            faults.append(Refusal("rocm", variable, both, "one of the two, or both alike"))
+        for name, value in stated.items():
+            values[key], source = value, name
+        told[key] = f"{_shown(values[key])} ({source})"
+    act = _expert_act(deployment, capabilities)
+    if act:
+        told["experts in MXFP4"] = act
+    kernel_act = _KERNEL_ACTS.get(act, {}).get(deployment.device.arch)
+    switches = Switches(
+        bool(values[AITER]), bool(values[SPARSE_MLA]), int(values[AR_SIZE]), act, kernel_act, told
+    )
+    return switches, (*faults, *_against(switches, deployment))
+
+
+def _flag(key: str) -> str:
+    return f"--additional-config rocm.{key}"
+
+
+def _value(key: str, raw: object) -> bool | int | str:
+    """The value; a text where it is none, which says what would work."""
+    if key != AR_SIZE:
+        if isinstance(raw, bool):
+            return raw
+        return _BOOLS.get(str(raw).lower(), "1 or 0, true or false")
+    number = raw if isinstance(raw, int) and not isinstance(raw, bool) else None
+    if isinstance(raw, str) and raw.isascii() and raw.isdigit():
+        number = int(raw)
+    if number is None or not 0 <= number <= AR_POOL:
+        return f"bytes, 0 (no custom all-reduce) to {AR_POOL}, its pool"
+    return number
+
+
+def _shown(value: bool | int) -> str:
+    return str(int(value))
+
+
+def _expert_act(deployment: Deployment, capabilities: Capabilities) -> str:
+    """Stated, or the default where the device quantises activations so."""
+    if "fp8_moe_requant" not in deployment.additional_config:
+        return ""
+    stated = deployment.additional_config.get("fp8_moe_requant_act")
+    if stated is not None:
+        return str(stated)
+    return _DEFAULT_ACT if f"act:{EXPERT_ACTS[_DEFAULT_ACT]}" in capabilities else ""
+
+
+def _against(switches: Switches, deployment: Deployment) -> Iterator[Refusal]:
+    """Reasons that lie in the deployment."""
+    device = deployment.device
+    if switches.use_aiter and device.kind != "real":
+        reason = f"AITER's kernels run on a GPU, and the device is of kind {device.kind}"
+        yield Refusal("rocm", VARIABLES[AITER], reason, "leave it out")
+    if not switches.aiter_triton_sparse_mla:
+        return
+    subject = VARIABLES[SPARSE_MLA]
+    if not switches.use_aiter:
+        yield Refusal(
+            "rocm", subject, "its kernel is AITER's", f"{VARIABLES[AITER]}=1, or leave it out"
+        )
+    if device.arch != "gfx950":
+        reason = f"the kernel is made for gfx950; this device is {device.arch}"
+        yield Refusal("rocm", subject, reason, "leave it out")
+    if deployment.dtype != "bfloat16":
+        reason = f"its queries are bfloat16, not {deployment.dtype}"
+        yield Refusal("rocm", subject, reason, "--dtype bfloat16")
+    if deployment.kv_layout not in ("bf16", "e4m3"):
+        reason = f"it reads rows of bf16 or e4m3, not of {deployment.kv_layout}"
+        yield Refusal("rocm", subject, reason, "--kv-cache-dtype fp8, or bfloat16")
+    for flag, size in (
+        ("--decode-context-parallel-size", deployment.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", deployment.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            reason = f"it gives no log-sum-exp, by which {size} ranks' parts are merged"
+            yield Refusal("rocm", subject, reason, f"{flag} 1, or leave it out")

@@ -1,0 +1,142 @@
+"""Switches by variable and by key: values, contradictions, what a deployment can't have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ml4core.api import Deployment, Device, Refused
+from ml4core_rocm.backend import RocmBackend
+from ml4core_rocm.capabilities import capabilities
+from ml4core_rocm.devices import REFERENCE
+from ml4core_rocm.switches import AR_DEFAULT, AR_POOL, VARIABLES, Switches, read
+
+Deploy = Callable[..., Deployment]
+AITER, SPARSE, SIZE = VARIABLES.values()
+
+
+def found(deployment: Deployment, **environment: str) -> tuple[Switches, dict[str, str]]:
+    switches, refusals = read(deployment, capabilities(deployment.device), environment)
+    assert all(refusal.source == "rocm" and refusal.remedy for refusal in refusals)
+    return switches, {refusal.subject: str(refusal) for refusal in refusals}
+
+
+def test_nothing_stated(deploy: Deploy) -> None:
+    switches, refused = found(deploy())
+    assert not refused
+    assert switches == replace(Switches(), told=switches.told)
+    assert switches.told == {
+        "use_aiter": "0 (default)",
+        "aiter_triton_sparse_mla": "0 (default)",
+        "custom_ar_max_size": f"{AR_DEFAULT} (default)",
+    }
+
+
+def test_the_announced_variables(deploy: Deploy) -> None:
+    switches, refused = found(deploy(), **{AITER: "1", SPARSE: "1", SIZE: "134217728"})
+    assert not refused
+    assert (switches.use_aiter, switches.aiter_triton_sparse_mla) == (True, True)
+    assert switches.custom_ar_max_size == 128 << 20
+    assert switches.told["use_aiter"] == f"1 ({AITER})"
+
+
+def test_keys_mean_what_variables_mean(deploy: Deploy) -> None:
+    own: dict[str, Any] = {
+        "use_aiter": True,
+        "aiter_triton_sparse_mla": True,
+        "custom_ar_max_size": 134217728,
+    }
+    by_key, refused = found(deploy(additional_config={"rocm": own}))
+    assert not refused
+    by_variable, _ = found(deploy(), **{AITER: "true", SPARSE: "1", SIZE: "134217728"})
+    assert replace(by_key, told={}) == replace(by_variable, told={})
+    assert by_key.told["use_aiter"] == "1 (--additional-config rocm.use_aiter)"
+    both, refused = found(deploy(additional_config={"rocm": own}), **{AITER: "1"})
+    assert not refused
+    assert both.use_aiter
+
+
+@pytest.mark.parametrize(
+    ("own", "environment", "subject", "told"),
+    [
+        ({"use_aiter": False}, {AITER: "1"}, AITER, "VLLM_ROCM_USE_AITER says True"),
+        ({"custom_ar_max_size": 0}, {SIZE: "1"}, SIZE, "custom_ar_max_size says 0"),
+        ({}, {AITER: "yes"}, AITER, "'yes' is no value of it (works: 1 or 0, true or false)"),
+        ({"use_aiter": 3}, {}, "--additional-config rocm.use_aiter", "3 is no value"),
+        ({}, {SIZE: "-1"}, SIZE, f"0 (no custom all-reduce) to {AR_POOL}, its pool"),
+        ({}, {SIZE: str(AR_POOL + 1)}, SIZE, "its pool"),
+        ({"custom_ar_max_size": True}, {}, "--additional-config rocm.custom_ar_max_size", "True"),
+    ],
+)
+def test_wrong_values_and_contradictions(
+    deploy: Deploy, own: dict[str, Any], environment: dict[str, str], subject: str, told: str
+) -> None:
+    _, refused = found(deploy(additional_config={"rocm": own}), **environment)
+    assert set(refused) == {subject}
+    assert told in refused[subject]
+
+
+def test_the_bounds_of_the_all_reduce(deploy: Deploy) -> None:
+    for text, size in (("0", 0), (str(AR_POOL), AR_POOL)):
+        switches, refused = found(deploy(), **{SIZE: text})
+        assert not refused
+        assert switches.custom_ar_max_size == size
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "told"),
+    [
+        ({}, {SPARSE: "1"}, "VLLM_ROCM_USE_AITER=1"),
+        ({"device": replace(REFERENCE, arch="gfx942")}, {SPARSE: "1", AITER: "1"}, "gfx942"),
+        ({"dtype": "float32"}, {SPARSE: "1", AITER: "1"}, "not float32"),
+        ({"kv_layout": "fp32"}, {SPARSE: "1", AITER: "1"}, "not of fp32"),
+        ({"decode_context_parallel_size": 8}, {SPARSE: "1", AITER: "1"}, "8 ranks"),
+        ({"prefill_context_parallel_size": 2}, {SPARSE: "1", AITER: "1"}, "2 ranks"),
+    ],
+)
+def test_sparse_mla_of_aiter_needs_its_deployment(
+    deploy: Deploy, changes: dict[str, Any], environment: dict[str, str], told: str
+) -> None:
+    _, refused = found(deploy(**changes), **environment)
+    assert set(refused) == {SPARSE}
+    assert told in refused[SPARSE]
+
+
+def test_open_names_every_switch_at_fault(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Device("fake", "torch on the host", "gfx950", "cpu")
+    monkeypatch.setenv(AITER, "1")
+    monkeypatch.setenv(SIZE, "much")
+    config = {"rocm": {"use_aitre": True}, "tpu": {}}
+    with pytest.raises(Refused) as refused:
+        RocmBackend().open(deploy(device=fake, additional_config=config))
+    assert {refusal.subject for refusal in refused.value.refusals} == {
+        AITER,
+        SIZE,
+        "--additional-config rocm.use_aitre",
+        "--additional-config tpu",
+    }
+
+
+def test_a_session_tells_what_is_in_force(deploy: Deploy) -> None:
+    fake = Device("fake", "torch on the host", "gfx950", "cpu")
+    config = {"rocm": {"custom_ar_max_size": 0}}
+    session = RocmBackend().open(deploy(device=fake, additional_config=config))
+    told: Any = session.switches  # type: ignore[attr-defined]
+    assert told["custom_ar_max_size"] == "0 (--additional-config rocm.custom_ar_max_size)"
+
+
+def test_activations_of_converted_experts(deploy: Deploy) -> None:
+    """Stated ones are taken; the default goes by what the device declares."""
+    config = {"fp8_moe_requant": "mxfp4"}
+    declared = capabilities(REFERENCE)
+    default, _ = read(deploy(additional_config=config), declared, {})
+    assert default.expert_act == ("a8w4" if "act:fp8_block" in declared else "")
+    stated, _ = read(
+        deploy(additional_config=config | {"fp8_moe_requant_act": "a4w4"}), declared, {}
+    )
+    assert stated.expert_act == "a4w4"
+    assert stated.told["experts in MXFP4"] == "a4w4"
+    assert read(deploy(), declared, {})[0].expert_act == ""

@@ -1,0 +1,41 @@
+"""Caches, attention, scores, top-k and norms on the suite's own cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ml4core_conformance.case import OpCase
+from ml4core_conformance.cases import cases_of
+
+pytestmark = [  # what numpy says of the interpreter's ways
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+
+VARIANTS = {
+    "kv_write": ("e4m3", "bf16", "fp32"),
+    "indexer_write": ("tiled16_f32", "planar_f32", "fp32"),
+    "gather_kv": ("e4m3", "bf16", "fp32", "tiled16_f32", "planar_f32"),
+    "to_slots": ("",),
+    "indexer_logits": ("tiled16_f32", "planar_f32", "fp32"),
+    "topk": ("",),
+    "sparse_mla": ("e4m3+bf16", "e4m3fnuz+bf16", "bf16+bf16", "bf16+fp32", "fp32+bf16"),
+    "merge_lse": ("",),
+    "layer_norm": ("",),
+    "rms_norm": ("",),
+}
+"""Layouts, or variants, by how their names begin."""
+
+CASES = [
+    case
+    for op, starts in VARIANTS.items()
+    for case in cases_of(op)
+    if case.variant.startswith(starts) and case.small
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_op(case: OpCase, conforms: Callable[[OpCase], None]) -> None:
+    conforms(case)

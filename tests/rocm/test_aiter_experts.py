@@ -1,0 +1,221 @@
+"""AITER's experts, products, norms and all-reduce against a fake that reads its byte orders."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ml4core.api import Weight
+from ml4core.formats import mxfp4
+
+from .fake_aiter import Fake
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+
+
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def far(found: torch.Tensor, want: torch.Tensor) -> float:
+    return float((found.double() - want.double()).norm() / want.double().norm())
+
+
+def experts(random: torch.Generator, count: int, hidden: int, width: int) -> tuple[Weight, Weight]:
+    made = []
+    for shape in ((count, 2 * width, hidden), (count, hidden, width)):
+        data, scale = mxfp4.quantize(torch.randn(shape, generator=random) * 0.1)
+        made.append(Weight("mxfp4", shape, {"data": data, "scale": scale}))
+    return made[0], made[1]
+
+
+def mixed(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for t in range(len(x)):
+        for weight, expert in zip(weights[t], ids[t].tolist(), strict=True):
+            if 0 <= expert < len(w13):
+                gate, up = (w13[expert].double() @ x[t].double()).chunk(2)
+                inner = torch.nn.functional.silu(gate) * up
+                out[t] += float(weight) * (w2[expert].double() @ inner)
+    return out
+
+
+def values(weight: Weight) -> torch.Tensor:
+    return mxfp4.dequantize(weight.data, weight.parts["scale"])
+
+
+@pytest.mark.parametrize("mode", ["a4w4", "a8w4"])
+def test_experts_in_mxfp4(aiter: Fake, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    from ml4core_rocm.kernels import aiter_experts
+
+    for name, value in aiter_experts.environment(mode).items():
+        monkeypatch.setenv(name, value)
+    random = draw(12)
+    w13, w2 = experts(random, 3, 256, 256)
+    x = torch.randn(3, 256, generator=random).bfloat16()
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1]])
+    weights = torch.rand(3, 2, generator=random)
+    found = aiter_experts.fused(x, aiter_experts.arrange(w13, w2, mode), weights, ids)
+    want = mixed(x, values(w13), values(w2), weights, ids)
+    error = far(found, want)
+    assert error < (0.25 if mode == "a4w4" else 0.06)
+    assert error > (0.06 if mode == "a4w4" else 0.005)  # activations of the other mode
+    given = aiter.last("fused_moe")
+    assert given["gate_mode"] == ("separated" if mode == "a4w4" else "interleave")
+
+
+def test_gates_in_the_other_order_are_wrong(aiter: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake tells them apart: weights of one mode in a call of the other."""
+    from ml4core_rocm.kernels import aiter_experts
+
+    monkeypatch.setenv(aiter_experts.BOUND, "0")
+    random = draw(13)
+    w13, w2 = experts(random, 2, 256, 256)
+    x = torch.randn(2, 256, generator=random).bfloat16()
+    ids, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
+    crossed = dataclasses.replace(aiter_experts.arrange(w13, w2, "a8w4"), mode="a4w4")
+    found = aiter_experts.fused(x, crossed, weights, ids)
+    assert far(found, mixed(x, values(w13), values(w2), weights, ids)) > 0.5
+
+
+def test_eight_bit_activations_need_their_bound(
+    aiter: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ml4core_rocm.kernels import aiter_experts
+
+    monkeypatch.delenv(aiter_experts.BOUND, raising=False)
+    random = draw(14)
+    arranged = aiter_experts.arrange(*experts(random, 1, 256, 256), "a8w4")
+    x = torch.zeros(1, 256).bfloat16()
+    with pytest.raises(RuntimeError, match="AITER_BF16_FP8_MOE_BOUND=0"):
+        aiter_experts.fused(x, arranged, torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.long))
+    assert aiter.calls == []
+
+
+def test_experts_of_other_ranks(aiter: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ml4core_rocm.kernels import aiter_experts
+
+    monkeypatch.setenv(aiter_experts.BOUND, "0")
+    random = draw(15)
+    w13, w2 = experts(random, 2, 256, 256)
+    x = torch.randn(2, 256, generator=random).bfloat16()
+    ids = torch.tensor([[0, 4], [5, 9]])
+    weights = torch.rand(2, 2, generator=random)
+    arranged = aiter_experts.arrange(w13, w2, "a8w4")
+    found = aiter_experts.fused(x, arranged, weights, ids, 4, 10)
+    want = mixed(x, values(w13), values(w2), weights, ids - 4)
+    assert far(found, want) < 0.06
+    separated = aiter_experts.arrange(w13, w2, "a4w4")
+    with pytest.raises(ValueError, match="a8w4"):
+        aiter_experts.fused(x, separated, weights, ids, 4, 10)
+
+
+def test_experts_in_block_fp8(aiter: Fake) -> None:
+    from ml4core.formats import fp8_block
+    from ml4core_rocm.kernels import aiter_experts
+
+    random = draw(16)
+    made = []
+    for shape in ((2, 512, 128), (2, 128, 256)):
+        data, scale = fp8_block.quantize_weight(torch.randn(shape, generator=random) * 0.1)
+        made.append(Weight("fp8_block", shape, {"data": data, "scale": scale}))
+    w13, w2 = made
+    x = torch.randn(2, 128, generator=random).bfloat16()
+    ids, weights = torch.tensor([[0, 1], [1, 0]]), torch.rand(2, 2, generator=random)
+    found = aiter_experts.fused(x, aiter_experts.arrange(w13, w2, "fp8_block"), weights, ids)
+    wide = [fp8_block.dequantize_weight(w.data, w.parts["scale"]) for w in (w13, w2)]
+    assert far(found, mixed(x, *wide, weights, ids)) < 0.06
+
+
+def test_experts_that_the_tiles_do_not_divide(aiter: Fake) -> None:
+    from ml4core_rocm.kernels.aiter_experts import arrange
+
+    random = draw(17)
+    with pytest.raises(ValueError, match="multiples of 256; these are 256 and 384"):
+        arrange(*experts(random, 1, 256, 384), "a4w4")
+    with pytest.raises(ValueError, match="takes experts in fp8_block, not mxfp4"):
+        arrange(*experts(random, 1, 256, 256), "fp8_block")
+    with pytest.raises(ValueError, match="'a16w4'"):
+        arrange(*experts(random, 1, 256, 256), "a16w4")  # type: ignore[arg-type]
+
+
+def test_block_fp8_products(aiter: Fake) -> None:
+    from ml4core.formats import fp8_block
+    from ml4core_rocm.kernels.aiter_gemm import gemm
+
+    random = draw(18)
+    data, scale = fp8_block.quantize_weight(torch.randn(200, 320, generator=random))
+    weight = Weight("fp8_block", (200, 320), {"data": data, "scale": scale})
+    x = torch.randn(5, 320, generator=random).bfloat16()
+    want = x.double() @ fp8_block.dequantize_weight(data, scale).double().T
+    assert 1e-3 < far(gemm(x, weight), want) < 0.05
+    with pytest.raises(ValueError, match="float32"):
+        gemm(x, weight, torch.float32)
+
+
+def test_norms(aiter: Fake) -> None:
+    from ml4core_rocm.kernels.aiter_norms import add_rms_norm, rms_norm
+
+    random = draw(19)
+    x, residual = (torch.randn(3, 256, generator=random).bfloat16() for _ in range(2))
+    weight = torch.rand(256, generator=random)
+    wide = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert far(rms_norm(x.view(3, 2, 128).flatten(1), weight, 1e-6), wide * weight) < 8e-3
+    summed, normed = add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(summed, (x.float() + residual.float()).bfloat16())
+    both = summed.double()
+    want = both / (both.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    assert far(normed, want) < 8e-3
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (None, 64 << 20),
+        ("1048576", 1 << 20),
+        ("0", 0),
+        ("-5", 64 << 20),
+        ("lots", 64 << 20),
+        (str(2 << 30), 64 << 20),
+    ],
+)
+def test_the_window_of_the_all_reduce(text: str | None, want: int) -> None:
+    from ml4core_rocm.kernels.aiter_all_reduce import MAX_SIZE, takes, window
+
+    found = window({} if text is None else {MAX_SIZE: text})
+    assert found == (0, want)
+    x = torch.zeros(8, 16)
+    assert takes(x, found) is bool(want)
+    assert not takes(torch.zeros(3), (0, 1 << 20))  # 12 bytes
+    assert not takes(x.T[::2], (0, 1 << 20))
+    assert not takes(x, (512, 1 << 20))  # the window begins above its first size
+
+
+def test_groups_that_have_no_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ml4core_rocm.kernels.aiter_all_reduce import MAX_SIZE, refusals
+
+    monkeypatch.delenv(MAX_SIZE, raising=False)
+    assert refusals(4) == ()
+    monkeypatch.setenv(MAX_SIZE, "0")
+    assert len(refusals(3, hosts=2)) == 3
+
+
+def test_sums_of_the_window_are_the_librarys(aiter: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ml4core_rocm.kernels.aiter_all_reduce import MAX_SIZE, AiterAllReduce
+
+    monkeypatch.setenv(MAX_SIZE, "1024")
+    own = AiterAllReduce("group", torch.device("cpu"), lambda x: x + 100)
+    assert torch.equal(own(torch.ones(4, 64)), 2 * torch.ones(4, 64))  # of the fake's two ranks
+    assert torch.equal(own(torch.ones(5, 64)), torch.full((5, 64), 101.0))  # beyond the window
+    assert torch.equal(own(torch.ones(3)), torch.full((3,), 101.0))
+    assert torch.equal(own(torch.zeros(0, 64)), torch.zeros(0, 64))
+    assert aiter.names() == ["CustomAllreduce", "custom_all_reduce"]
+    own.close()
+    assert aiter.names()[-1] == "close"

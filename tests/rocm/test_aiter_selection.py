@@ -1,0 +1,116 @@
+"""AITER's index scores and top-k against a fake, and beside our own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ml4core.api import KVCache
+from ml4core.api.known_layouts import index_layout
+
+from .fake_aiter import Fake
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+
+BLOCK = 16
+
+
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def keys(random: torch.Generator, layout: str = "tiled16_f32", blocks: int = 6) -> KVCache:
+    found = index_layout(layout)
+    rows = torch.randn(blocks, BLOCK, 128, generator=random)
+    return KVCache(found, BLOCK, found.pack(rows, None))
+
+
+def test_paged_scores_are_ours(aiter: Fake) -> None:
+    from ml4core_rocm.kernels.aiter_logits import paged_scores
+    from ml4core_rocm.kernels.indexer_logits import indexer_logits
+
+    random = draw(8)
+    cache = keys(random)
+    table = torch.tensor([[3, 1], [0, 4], [2, 0]], dtype=torch.int32)
+    visible = torch.tensor([20, 21, 5, 6, 0, 0], dtype=torch.int32)  # the last request is padding
+    q = torch.randn(6, 4, 128, generator=random)
+    weights = torch.randn(6, 4, generator=random)
+    found = paged_scores(q, weights, 0.1, cache, table, visible, 2)
+    start = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    want = indexer_logits(q, weights, 0.1, cache, table, start, visible, 2)
+    for t, seen in enumerate(visible.tolist()):
+        assert torch.allclose(found[t, :seen], want[t, :seen], rtol=1e-5, atol=1e-6)
+    assert aiter.last("deepgemm_fp8_paged_mqa_logits")["Preshuffle"] is True
+
+
+def test_pages_of_another_order_are_refused(aiter: Fake) -> None:
+    from ml4core_rocm.kernels.aiter_logits import paged_scores
+
+    random = draw(9)
+    q, weights = torch.zeros(1, 4, 128), torch.zeros(1, 4)
+    ints = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="planar_f32"):
+        paged_scores(q, weights, 0.1, keys(random, "planar_f32"), ints[None], ints, 1)
+    found = index_layout("tiled16_f32")
+    odd = KVCache(found, 48, found.pack(torch.zeros(1, 48, 128), None))
+    with pytest.raises(ValueError, match="48 keys"):
+        paged_scores(q, weights, 0.1, odd, ints[None], ints, 1)
+
+
+def test_gathered_scores_are_ours(aiter: Fake) -> None:
+    from ml4core_rocm.kernels.aiter_logits import gathered_scores
+    from ml4core_rocm.kernels.indexer_logits import indexer_logits
+
+    random = draw(10)
+    cache = keys(random)
+    table = torch.tensor([[3, 1], [0, 4]], dtype=torch.int32)
+    visible = torch.tensor([18, 19, 20, 7], dtype=torch.int32)
+    request = torch.tensor([0, 0, 0, 1])
+    q = torch.randn(4, 4, 128, generator=random)
+    weights = torch.randn(4, 4, generator=random)
+    starts = torch.tensor([0, 20, 27], dtype=torch.int32)
+    found, begins, ends = gathered_scores(
+        q, weights, 0.1, cache, table, starts, request, visible, 27, 20
+    )
+    want = indexer_logits(
+        q, weights, 0.1, cache, table, torch.tensor([0, 3, 4], dtype=torch.int32), visible, 3
+    )
+    for t, seen in enumerate(visible.tolist()):
+        own = found[t, int(begins[t]) : int(ends[t])]
+        assert torch.allclose(own, want[t, :seen], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="powers of two"):
+        gathered_scores(
+            q[:, :3], weights[:, :3], 0.1, cache, table, starts, request, visible, 27, 20
+        )
+
+
+def test_topk_is_stable_and_relative_to_the_row(aiter: Fake) -> None:
+    from ml4core_rocm.kernels.aiter_topk import topk_rows, topk_windows
+
+    random = draw(11)
+    scores = torch.randint(0, 50, (3, 5000), generator=random).float()  # ties at the border
+    scores[2, 100] = float("nan")
+    begins = torch.tensor([700, 10, 0], dtype=torch.int32)
+    ends = torch.tensor([4700, 1500, 3000], dtype=torch.int32)
+    positions, lens, has_nan = topk_rows(scores, begins, ends)
+    assert has_nan.tolist() == [False, False, True]
+    assert lens.tolist() == [2048, 1490, 2048]
+    for t in range(2):
+        own = scores[t, begins[t] : ends[t]].tolist()
+        want = sorted(sorted(range(len(own)), key=lambda s, own=own: (-own[s], s))[:2048])
+        assert positions[t].tolist() == want + [-1] * (2048 - len(want))
+    assert 100 not in positions[2].tolist()
+    assert aiter.last("top_k_per_row_prefill")["stable"] is True
+    visible = torch.tensor([2999, 3000, 0, 0], dtype=torch.int32)
+    four = scores[torch.tensor([0, 0, 1, 1])]
+    positions, lens, has_nan = topk_windows(four, visible, 2)
+    assert lens.tolist() == [2048, 2048, 0, 0]
+    for t in range(2):
+        own = four[t, : visible[t]].tolist()
+        want = sorted(sorted(range(len(own)), key=lambda s, own=own: (-own[s], s))[:2048])
+        assert positions[t].tolist() == want
+    assert positions[2:].eq(-1).all()
+    assert not has_nan.any()

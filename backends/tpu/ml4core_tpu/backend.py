@@ -1,43 +1,88 @@
-"""The tpu backend: what it finds on this machine, and what it needs."""
+"""The tpu backend: what it finds on this machine, and how it opens."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn
 
-from ml4core.api import Capabilities, Deployment, Device, Probe, Refusal, Refused
+from ml4core.api import (
+    Capabilities,
+    Deployment,
+    Device,
+    Probe,
+    Refusal,
+    Refused,
+    Session,
+    undeclared,
+    unknown_switches,
+)
 from ml4core_tpu.capabilities import SERVED, capabilities
 from ml4core_tpu.driver import Chip, find_chips
 from ml4core_tpu.libraries import find_libtpu, find_optional, find_runtime
+from ml4core_tpu.runtimes import SWITCHES, runtime_of, runtime_reasons, runtime_refusals
+
+_HBM_BYTES = 96 << 30
+"""Of one of the two devices that a tpu7x chip is."""
 
 
 class TpuBackend:
-    """TPUs through JAX, torch-xla or torch-tpu, whichever runtime is here."""
+    """TPUs through JAX, torch-xla or torch-tpu, whichever runtime is asked for. Where JAX is, the
+    kernels also run interpreted on the host, as a device of kind ``interpreted``.
+    """
 
     name = "tpu"
     priority = 100
+    reference_device = Device("real", "TPU v7x", "tpu7x", "xla", memory_bytes=_HBM_BYTES)
 
     def probe(self) -> Probe:
         """Every fact is gathered, so one run shows all that is missing."""
         chips, driver_faults = find_chips()
-        runtime, runtime_faults = find_runtime()
+        jax, runtime_faults = find_runtime()
         libtpu, libtpu_faults = find_libtpu(chips)
-        libraries = ", ".join(found for found in (runtime, libtpu, *find_optional()) if found)
+        found = (jax, libtpu, *find_optional())
+        details = {"libraries": ", ".join(one for one in found if one), "ml4core-tpu": _release()}
+        details |= {f"runtime {name}": text for name, text in runtime_reasons().items()}
+        devices: list[Device] = []
+        if jax:
+            name = "Pallas kernels interpreted by XLA on the host"
+            devices.append(Device("interpreted", name, "tpu7x", "cpu", details=details))
         return Probe(
-            refusals=(
+            tuple(devices),
+            (
                 *driver_faults,
                 *(_too_far(chip) for chip in chips if chip.arch not in SERVED),
+                *(_no_steps(chip) for chip in chips if chip.arch in SERVED),
                 *runtime_faults,
                 *libtpu_faults,
-                _no_kernels(chips, libraries),
-            )
+            ),
         )
 
     def capabilities(self, device: Device) -> Capabilities:
         return capabilities(device)
 
-    def open(self, deployment: Deployment) -> NoReturn:
-        raise Refused(self.probe().refusals, what=f"--backend {self.name}")
+    def open(self, deployment: Deployment) -> Session:
+        reasons = [
+            *_device_refusals(deployment.device),
+            *runtime_refusals(deployment),
+            *undeclared(deployment.needs, capabilities(deployment.device), self.name),
+            *unknown_switches(deployment, self.name, SWITCHES),
+        ]
+        if reasons:
+            raise Refused(reasons, what=f"--backend {self.name}")
+        from ml4core_tpu.session import TpuSession
+
+        return TpuSession(deployment, runtime_of(deployment))
+
+
+def _device_refusals(device: Device) -> tuple[Refusal, ...]:
+    """Why the device can't be used from this process."""
+    if device.kind == "interpreted" and device.arch in SERVED:
+        return find_runtime()[1]
+    if device.kind == "real" and device.arch in SERVED:
+        chips, faults = find_chips()
+        return (*faults, *(_no_steps(chip) for chip in chips), *find_libtpu(chips)[1])
+    reason = f"{device.name} is a {device.kind} device of architecture {device.arch!r}"
+    remedy = f"a chip of {', '.join(sorted(SERVED))}; or a device of kind interpreted"
+    return (Refusal("tpu", "device", reason, remedy),)
 
 
 def _too_far(chip: Chip) -> Refusal:
@@ -46,11 +91,16 @@ def _too_far(chip: Chip) -> Refusal:
     return Refusal("tpu", f"chip {chip.index}", reason, f"a chip of {served}")
 
 
-def _no_kernels(chips: tuple[Chip, ...], libraries: str) -> Refusal:
+def _no_steps(chip: Chip) -> Refusal:
+    reason = (
+        f"{_release()} of ml4core-tpu compiles kernels for it ahead of time, and runs no step there"
+    )
+    remedy = '--additional-config \'{"device": "interpreted"}\', which runs on the host'
+    return Refusal("tpu", f"chip {chip.index}", reason, remedy)
+
+
+def _release() -> str:
     try:
-        release = f"version {version('ml4core-tpu')} of ml4core-tpu"
+        return f"version {version('ml4core-tpu')}"
     except PackageNotFoundError:
-        release = "this checkout of ml4core-tpu"
-    found = "; ".join(str(chip) for chip in chips) or "no chip"
-    reason = f"{release} has no kernels yet; found: {found}; libraries: {libraries or 'none'}"
-    return Refusal("tpu", "kernels", reason, "--backend cpu")
+        return "this checkout"

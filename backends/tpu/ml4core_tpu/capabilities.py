@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-from ml4core.api import Capabilities, Deployment, Device, Refusal
+from ml4core.api import WEIGHT_FORMATS, Capabilities, Deployment, Device, Refusal
+from ml4core_tpu.layouts import (
+    LANE33,
+    LANES,
+    TILES,
+    TILES_NOPE,
+    TOGETHER,
+    fits_tiles,
+    widths_of,
+)
+from ml4core_tpu.ops import ACTS, INDEX_KINDS, LATENT_KINDS, OWN
 
 SERVED = frozenset({"tpu7x"})
 """Generations that the backend is made for."""
 
-_LANES = 128
-"""Width of a vector register's last axis."""
+_FEATURES = frozenset(
+    {f"op:{name}" for name in OWN}
+    | {f"kv:{name}" for name in LATENT_KINDS}
+    | {f"index:{name}" for name in INDEX_KINDS}
+    | {f"weights:{name}" for name in WEIGHT_FORMATS}
+    | {f"act:{act}" for act in ("bf16", "fp32", *ACTS)}
+    | {"feature:compose", "feature:prefix_caching"}
+    | {"spec:dspark", "spec:probabilistic_drafts", "spec:block_verification"}
+)
+_MAX_TOPK = 4096
+"""Slots of a row stand in the scalar memory twice, which is 1 MiB, beside page tables."""
 
 
 def capabilities(device: Device) -> Capabilities:
-    """Nothing yet: no kernel serves any word of the vocabulary."""
-    return Capabilities(frozenset())
+    """By generation; nothing for one that the kernels aren't made for."""
+    if device.arch not in SERVED:
+        return Capabilities(frozenset())
+    real = device.kind == "real"
+    defaults = {
+        "dtype": "bfloat16",
+        "kv": TILES,
+        "fp8": TILES,
+        "index": LANE33,
+        "block_size": "256" if real else "128",
+        "max_num_seqs": "256" if real else "4",
+        "max_num_batched_tokens": "8192" if real else "64",
+    }
+    return Capabilities(_FEATURES, defaults, {"max_topk": _MAX_TOPK, "max_heads": 128})
 
 
 def refusals(deployment: Deployment, capabilities: Capabilities) -> tuple[Refusal, ...]:
     """Reasons that lie in the hardware and in the rows that its kernels read."""
-    kv = deployment.kv_layout
+    kv, size = deployment.kv_layout, deployment.block_size
     found = []
     if kv == "fp8_ds_mla":
         reason = "sparse MLA reads latent and rope from two arrays here, with one scale, not 656 B"
@@ -26,9 +57,37 @@ def refusals(deployment: Deployment, capabilities: Capabilities) -> tuple[Refusa
     if kv == "e4m3fnuz":
         reason = "TPUs convert e4m3fn; the fnuz flavour has another bias and no -0"
         found.append(Refusal("tpu", "kv:e4m3fnuz", reason, "--kv-cache-dtype fp8_e4m3"))
-    if deployment.index_layout == "lane33_ue8m0" and deployment.block_size % _LANES:
-        reason = f"a page of {deployment.block_size} tokens does not fill the {_LANES} lanes"
+    if kv == TILES and size % TOGETHER:
+        reason = f"a page of {size} tokens cuts a tile, which holds the rope parts of {TOGETHER}"
+        found.append(Refusal("tpu", f"kv:{kv}", reason, f"--block-size {TOGETHER}, or a multiple"))
+    index = deployment.index_layout
+    if index in ("lane33_ue8m0", LANE33) and size % LANES:
+        reason = f"a page of {size} tokens does not fill the {LANES} lanes"
         found.append(
-            Refusal("tpu", "index:lane33_ue8m0", reason, f"--block-size {_LANES}, or a multiple")
+            Refusal("tpu", f"index:{index}", reason, f"--block-size {LANES}, or a multiple")
         )
-    return tuple(found)
+    return (*found, *_widths(deployment))
+
+
+def _widths(deployment: Deployment) -> list[Refusal]:
+    """Reasons that lie in the model's sizes."""
+    latent, rope = widths_of(deployment.model)
+    layers = deployment.model.layers if deployment.model else ()
+    dims = {layer.indexer.head_dim for layer in layers if layer.indexer}
+    tiled = deployment.kv_layout in (TILES, TILES_NOPE)
+    found = []
+    if tiled and not fits_tiles(latent, rope):
+        reason = (
+            f"tiles hold latents of a multiple of {LANES} values and rope parts of {LANES} at "
+            f"most; the model has {latent} and {rope}"
+        )
+        found.append(
+            Refusal("tpu", f"kv:{deployment.kv_layout}", reason, "--kv-cache-dtype bfloat16")
+        )
+    if deployment.kv_layout == TILES_NOPE and layers and rope:
+        reason = f"its rows have no rope part, and layers of the model have {rope} rope values"
+        found.append(Refusal("tpu", f"kv:{TILES_NOPE}", reason, "--kv-cache-dtype fp8_e4m3"))
+    if deployment.index_layout == LANE33 and dims - {LANES}:
+        reason = f"its keys have {LANES} values; those of the model have {sorted(dims)}"
+        found.append(Refusal("tpu", f"index:{LANE33}", reason))
+    return found

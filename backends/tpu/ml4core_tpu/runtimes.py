@@ -1,0 +1,64 @@
+"""The runtimes that can stand under the kernels, chosen by an option.
+
+jax        JAX itself: XLA on the host, and TPUs of one process a host
+torch_xla  torch-xla: its lazy tensors, with the kernels as calls of JAX programs
+torch_tpu  torch-tpu: its own device, with the kernels as registered programs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from types import MappingProxyType
+
+from ml4core.api import Deployment, Refusal
+
+SWITCHES = ("runtime",)
+"""Keys of the object ``tpu`` of ``--additional-config``."""
+DEFAULT = "jax"
+
+_DISTRIBUTIONS: Mapping[str, str] = MappingProxyType(
+    {"jax": "jax[tpu]", "torch_xla": "torch-xla", "torch_tpu": "torch-tpu"}
+)
+
+
+def runtime_of(deployment: Deployment) -> str:
+    """The runtime that is asked for; ``jax`` if none is."""
+    own = deployment.additional_config.get("tpu", {})
+    return str(own.get("runtime", DEFAULT)) if isinstance(own, Mapping) else DEFAULT
+
+
+def runtime_refusals(deployment: Deployment) -> tuple[Refusal, ...]:
+    """Why the runtime can't serve the deployment's device. Imports none but JAX."""
+    runtime, device = runtime_of(deployment), deployment.device
+    subject = f"--additional-config tpu.runtime={runtime}"
+    if runtime not in _DISTRIBUTIONS:
+        return (Refusal("tpu", subject, "there is no such runtime", ", ".join(_DISTRIBUTIONS)),)
+    if find_spec(runtime) is None:
+        reason = f"{runtime} is not installed"
+        return (Refusal("tpu", subject, reason, f'pip install "{_DISTRIBUTIONS[runtime]}"'),)
+    if runtime == "torch_tpu" and device.kind != "real":
+        reason = f"torch-tpu {_version(runtime)} runs nothing without a TPU: it has no other client"
+        return (Refusal("tpu", subject, reason, "tpu.runtime=jax, which interprets on the host"),)
+    if runtime == "torch_xla" and device.kind != "real":
+        reason = "sessions on lazy tensors of the host have not landed; its ops are registered"
+        return (Refusal("tpu", subject, reason, "tpu.runtime=jax"),)
+    return ()
+
+
+def runtime_reasons() -> Mapping[str, str]:
+    """Each runtime with its version, or why it isn't there. Imports none."""
+    return MappingProxyType(
+        {
+            name: _version(name) if find_spec(name) else f"not installed; pip install {package}"
+            for name, package in _DISTRIBUTIONS.items()
+        }
+    )
+
+
+def _version(module: str) -> str:
+    try:
+        return version(_DISTRIBUTIONS[module].partition("[")[0])
+    except PackageNotFoundError:
+        return "of unknown version"

@@ -1,0 +1,145 @@
+"""A session on the host: kernels interpreted by XLA, the rest composed by core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ml4core.api import (
+    Candidate,
+    Collectives,
+    Deployment,
+    Fault,
+    KVCache,
+    KVLayout,
+    LayerSpec,
+    ModelPart,
+    StepExecutor,
+    StepShape,
+    VisionShape,
+    Weight,
+)
+from ml4core.api.known_layouts import PER_TENSOR
+from ml4core_tpu.bridge import host_environment
+from ml4core_tpu.executor import EagerExecutor
+from ml4core_tpu.expert_weights import packed_experts
+from ml4core_tpu.layouts import (
+    LANE33,
+    ROPE,
+    TILES,
+    TILES_NOPE,
+    fits_tiles,
+    lane33_layout,
+    tiles_layout,
+    widths_of,
+)
+from ml4core_tpu.ops import ops_for
+from ml4core_tpu.product_ops import GROUPS
+
+_KEPT_FP32 = frozenset({"index_weights_proj", "gate"})
+"""Matrices that the model wants in fp32 whatever the compute dtype."""
+
+
+_EXPERTS: Mapping[str, int] = MappingProxyType({"experts_w13": 2, "experts_w2": 1})
+"""Stacks of experts, and the matrices that lie in each: gate and up, or one."""
+
+
+class TpuSession:
+    """Opened for one deployment. Quantised weights stay quantised: products decode them."""
+
+    def __init__(self, deployment: Deployment, runtime: str) -> None:
+        host_environment()
+        self.device = deployment.device
+        self.ops: Mapping[str, Callable[..., object]] = ops_for(deployment)
+        self.layouts: Mapping[str, KVLayout] = layouts_of(deployment)
+        self.executor: StepExecutor = EagerExecutor()
+        self.collectives: Collectives | None = None
+        self.switches: Mapping[str, str] = {"runtime": runtime}
+        self._torch_device = torch.device(deployment.device.torch_device)
+        self._dtype = getattr(torch, deployment.dtype)
+
+    def providers(
+        self, stage: str, layer: LayerSpec | None, shape: StepShape | VisionShape
+    ) -> Sequence[Candidate]:
+        return ()
+
+    def prepare_weights(
+        self,
+        weights: Mapping[str, Tensor | Weight],
+        layer: LayerSpec | None,
+        part: ModelPart = "decoder",
+    ) -> Mapping[str, Tensor | Weight]:
+        """Brings each weight to the device once; tied ones stay one. Plain matrices take the
+        compute dtype, but for those that the model wants in fp32.
+        """
+        weights = {name: _packed(name, value) for name, value in weights.items()}
+        moved: dict[int, Tensor] = {}
+        return {name: self._prepared(name, value, moved) for name, value in weights.items()}
+
+    def _prepared(
+        self, name: str, value: Tensor | Weight, moved: dict[int, Tensor]
+    ) -> Tensor | Weight:
+        if not isinstance(value, Weight):
+            dtype = self._dtype if name == "embedding" else value.dtype
+            return self._moved(value, dtype, moved)
+        if value.format not in ("fp32", "bf16"):
+            parts = {key: self._moved(one, one.dtype, moved) for key, one in value.parts.items()}
+            return Weight(value.format, value.shape, parts)
+        dtype = torch.float32 if name in _KEPT_FP32 else self._dtype
+        data = self._moved(value.data, dtype, moved)
+        format = "fp32" if dtype == torch.float32 else "bf16"
+        return Weight(format, value.shape, {"data": data})
+
+    def _moved(self, value: Tensor, dtype: torch.dtype, moved: dict[int, Tensor]) -> Tensor:
+        """A dense copy on the device; one for all uses of a tensor in this dtype."""
+        known = moved.get(id(value))
+        if known is None or known.dtype != dtype:
+            known = torch.empty(value.shape, dtype=dtype, device=self._torch_device)
+            known.copy_(value)
+            moved[id(value)] = known
+        return known
+
+    def alloc_kv(self, layout: KVLayout, blocks: int, block_size: int) -> KVCache:
+        layout.check_block_size(block_size)
+        device = self._torch_device
+        try:
+            parts = tuple(
+                torch.zeros(
+                    part.shape(blocks, block_size), dtype=getattr(torch, part.dtype), device=device
+                )
+                for part in layout.parts
+            )
+            scaled = layout.scale_rule == PER_TENSOR
+            scale = torch.ones(1, device=device) if scaled else None
+        except RuntimeError as error:  # what torch raises where the host has too little memory
+            size = blocks * block_size * layout.bytes_per_token
+            raise MemoryError(
+                f"a {layout.role} cache of {blocks} pages of {block_size} tokens takes {size} "
+                f"bytes in layout {layout.id}, and {self.device.name} doesn't give them"
+            ) from error
+        return KVCache(layout, block_size, parts, scale)
+
+    def fault(self) -> Fault | None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+def _packed(name: str, value: Tensor | Weight) -> Tensor | Weight:
+    """FP4 experts as their kernel reads them; anything else as it is."""
+    if isinstance(value, Weight) and name in _EXPERTS and value.format in GROUPS:
+        return packed_experts(value, _EXPERTS[name])
+    return value
+
+
+def layouts_of(deployment: Deployment) -> Mapping[str, KVLayout]:
+    """The private layouts at the model's widths; none of latents that no tile holds."""
+    latent, rope = widths_of(deployment.model)
+    found = {LANE33: lane33_layout()}
+    if fits_tiles(latent, rope):
+        found |= {TILES: tiles_layout(latent, rope or ROPE), TILES_NOPE: tiles_layout(latent, 0)}
+    return MappingProxyType(found)

@@ -20,7 +20,7 @@ _INT32_MAX = 2**31 - 1
 _LINE = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _TARGET = re.compile(r"^\.target\s+(\w+)", re.MULTILINE)
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 
 
 @dataclass(frozen=True)

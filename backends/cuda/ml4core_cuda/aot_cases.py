@@ -44,14 +44,18 @@ def cases() -> Iterator[Case]:
             *_paged(_bf16(8 * 7, 8, 576), cache, 8, 7),
             _SCALE,
             512,
-            hot=False,
+        )
+        yield case(
+            f"window_mla {layout} 8 heads, one row",
+            "window_mla",
+            *_paged(_bf16(1, 8, 576), cache, 1, 1),
+            _SCALE,
         )
         yield case(
             f"window_mla {layout} 64 heads, one row",
             "window_mla",
             *_paged(_bf16(1, 64, 576), cache, 1, 1),
             _SCALE,
-            hot=False,  # dense layers of other models, and drafts
         )
         slots = _ints(8, dtype=torch.int64)
         yield case(f"kv_write {layout}", "kv_write", cache, slots, _bf16(8, 512), _bf16(8, 64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ml4core_cuda import aot_cases, aot_product_cases
+from ml4core_cuda import aot_cases, aot_layer_cases, aot_product_cases
 from ml4core_cuda.aot import Case
 
 
@@ -12,3 +12,4 @@ def all_cases() -> Iterator[Case]:
     """Imports triton."""
     yield from aot_cases.cases()
     yield from aot_product_cases.cases()
+    yield from aot_layer_cases.cases()

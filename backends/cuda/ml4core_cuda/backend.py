@@ -14,7 +14,9 @@ from ml4core.api import (
     Refused,
     Session,
     undeclared,
+    unknown_switches,
 )
+from ml4core_cuda import latency
 from ml4core_cuda.capabilities import SERVED, capabilities
 from ml4core_cuda.driver import Gpu, find_gpus
 from ml4core_cuda.interpreter import interpreter_refusals, is_on
@@ -56,6 +58,8 @@ class CudaBackend:
     def open(self, deployment: Deployment) -> Session:
         reasons = [*_device_refusals(deployment)]
         reasons += undeclared(deployment.needs, capabilities(deployment.device), self.name)
+        reasons += latency.refusals(deployment)
+        reasons += unknown_switches(deployment, self.name)
         if reasons:
             raise Refused(reasons, what=f"--backend {self.name}")
         from ml4core_cuda.session import CudaSession

@@ -11,7 +11,8 @@ SERVED = frozenset({"sm_90", "sm_100"})
 
 _COMMON = frozenset(
     {f"op:{name}" for name in OWN}
-    | {"stage:select", "stage:sparse_mla", "stage:ffn"}
+    | {"stage:attn_inputs", "stage:select", "stage:sparse_mla", "stage:ffn"}
+    | {"stage:decoder_layer", "feature:latency_decode"}
     | {f"kv:{name}" for name in ("fp8_ds_mla", "e4m3", "bf16", "fp32")}
     | {f"index:{name}" for name in ("planar_f32", "fp32")}
     | {f"weights:{name}" for name in WEIGHT_FORMATS}

@@ -34,10 +34,11 @@ def ffn_candidates(
     from ml4core_cuda.kernels.ffn import moe_ffn
 
     call = moe_ffn(layer.moe, layer.norm_eps, wanted_act(deployment))
-    return (Accepted(PROVIDER, call, _release()),)
+    return (Accepted(PROVIDER, call, release()),)
 
 
-def _release() -> str:
+def release() -> str:
+    """The version of this distribution; ``checkout`` where it isn't installed."""
     try:
         return version("ml4core-cuda")
     except PackageNotFoundError:

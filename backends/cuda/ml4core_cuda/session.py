@@ -28,8 +28,11 @@ from ml4core_cuda.executor import EagerExecutor, GraphExecutor
 from ml4core_cuda.fault import FaultWord
 from ml4core_cuda.ffn_stage import wanted_act
 from ml4core_cuda.graphs import CudaGraphs
+from ml4core_cuda.latency import WORD, wanted
 from ml4core_cuda.ops import load_ops
-from ml4core_cuda.stages import candidates
+from ml4core_cuda.providers import PEERS
+from ml4core_cuda.stages import KERNELS, candidates
+from ml4core_cuda.tuned import told
 
 _KEPT_FP32 = frozenset({"index_weights_proj", "gate"})
 """Matrices that the model wants in fp32 whatever the compute dtype."""
@@ -41,7 +44,9 @@ class CudaSession:
     def __init__(self, deployment: Deployment) -> None:
         self.device = deployment.device
         self._deployment = deployment
-        self.ops: Mapping[str, Callable[..., object]] = load_ops(wanted_act(deployment))
+        self.ops: Mapping[str, Callable[..., object]] = load_ops(
+            wanted_act(deployment), deployment.device.name
+        )
         self.layouts: Mapping[str, KVLayout] = {}
         self.collectives: Collectives | None = None
         self.step_buckets: StepBuckets | None = None
@@ -115,6 +120,48 @@ class CudaSession:
                 f"bytes in layout {layout.id}, and {self.device.name} doesn't give them"
             ) from error
         return KVCache(layout, block_size, parts, scale)
+
+    @property
+    def switches(self) -> Mapping[str, str]:
+        """What is in force here, for the start-up report."""
+        told_of = [name for names in KERNELS.values() for name in names]
+        found = {"decode_backend": WORD if wanted(self._deployment) else "standard"}
+        if self._torch_device.type == "cuda":
+            told_now = told(self.device.name, told_of) or (f"measured on {self.device.name}",)
+            found["sizes"] = "; ".join(told_now)
+        if self.step_buckets is not None:
+            sizes = len(self.step_buckets.decode) * len(self.step_buckets.pages)
+            found["graphs"] = f"captured as steps first come twice, of up to {sizes} decode sizes"
+        return found
+
+    @property
+    def clock(self) -> Callable[[Sequence[Callable[[], object]], int], Sequence[float]] | None:
+        """Times calls as a step runs them, in a graph; seconds of one call, for each repeat. None
+        in the interpreter.
+        """
+        if self._torch_device.type != "cuda":
+            return None
+        from ml4core_cuda.measure.timing import Timer
+
+        timer = Timer(str(self._torch_device))
+        return lambda calls, repeats: [us * 1e-6 for us in timer.spans(calls, repeats)]
+
+    @property
+    def peers(self) -> Mapping[str, Mapping[str, Callable[..., object]]]:
+        """By op, by name, the same work by the libraries that are here, to be timed beside ours."""
+        from ml4core_cuda.kernels import deep_gemm, flash_mla, flashinfer
+
+        served: dict[str, tuple[str, Callable[..., object]]] = {
+            "FlashMLA": ("sparse_mla", flash_mla.sparse_mla),
+            "FlashInfer": ("topk", flashinfer.top_k),
+            "DeepGEMM": ("gemm", deep_gemm.product),
+        }
+        found: dict[str, dict[str, Callable[..., object]]] = {}
+        for peer in PEERS:
+            if self._torch_device.type == "cuda" and not peer.absent():
+                op, call = served[peer.name]
+                found.setdefault(op, {})[peer.name] = call
+        return found
 
     def fault(self) -> Fault | None:
         return self._fault.read()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from ml4core.api import Accepted, Candidate, Deployment, LayerSpec, Refusal, Rejected, StepShape
-from ml4core_cuda.ffn_stage import ffn_candidates
+from ml4core_cuda.attn_stage import attn_inputs_candidates
+from ml4core_cuda.ffn_stage import ffn_candidates, release
+from ml4core_cuda.latency import layer_candidates
 from ml4core_cuda.providers import PEERS
 from ml4core_cuda.rules import OURS, rule_for
+from ml4core_cuda.tuned import told
+
+KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"select": ("indexer_logits", "topk"), "sparse_mla": ("sparse_mla",)}
+)
+"""Those of a stage whose sizes are measured."""
 
 
 def candidates(
@@ -19,10 +27,15 @@ def candidates(
     """
     if layer is not None and stage == "ffn":
         return ffn_candidates(layer, shape, deployment)
+    if layer is not None and stage == "attn_inputs":
+        return attn_inputs_candidates(layer, shape, deployment)
+    if layer is not None and stage == "decoder_layer":
+        return layer_candidates(layer, shape, deployment)
     if layer is None or stage not in ("select", "sparse_mla"):
         return ()
-    rule = rule_for(stage, deployment.device.arch, shape.rows)
-    found: list[Candidate] = []
+    heads = layer.heads if stage == "sparse_mla" else 0
+    rule = rule_for(stage, deployment.device.name, shape.rows, heads)
+    found: list[Candidate] = [*_sizes_told(stage, deployment)]
     served: list[Candidate] = []
     for peer in PEERS:
         if peer.stage != stage:
@@ -34,8 +47,20 @@ def candidates(
     if reasons := _against(stage, layer, deployment):
         found.append(Rejected(OURS, reasons))
     else:
-        served.append(Accepted(OURS, _own_call(stage, layer), _release()))
+        served.append(Accepted(OURS, _own_call(stage, layer), release()))
     return (*found, *served)
+
+
+def _sizes_told(stage: str, deployment: Deployment) -> Iterator[Rejected]:
+    """What the start-up report is to say of measured sizes that are missing, or not of this
+    source.
+    """
+    if deployment.device.kind != "real":
+        return
+    reasons = told(deployment.device.name, KERNELS[stage])
+    if reasons:
+        refusals = tuple(Refusal("cuda", "data/measured.json", one) for one in reasons)
+        yield Rejected("measured sizes", refusals)
 
 
 def _against(stage: str, layer: LayerSpec, deployment: Deployment) -> tuple[Refusal, ...]:
@@ -67,10 +92,3 @@ def _peer_call(name: str, layer: LayerSpec) -> Callable[..., object]:
     from ml4core_cuda.kernels.flash_mla import sparse_mla_stage
 
     return sparse_mla_stage(layer)
-
-
-def _release() -> str:
-    try:
-        return version("ml4core-cuda")
-    except PackageNotFoundError:
-        return "checkout"

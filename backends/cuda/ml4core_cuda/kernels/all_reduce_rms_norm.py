@@ -13,16 +13,26 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import Collectives
-from ml4core_cuda.kernels.numeric import narrow, next_power, rows_of, widen
+from ml4core_cuda.kernels.numeric import (
+    dependent,
+    let_next_begin,
+    narrow,
+    next_power,
+    rows_of,
+    wait_for_previous,
+    widen,
+)
 from ml4core_cuda.kernels.rms_norm import normed, warps_for
 
 
 @triton.jit
 def _add_norm_kernel(
     x, residual, weight, summed, hidden, width, x_row, residual_row, eps,
-    NORM: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (T,)."""
+    let_next_begin(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     fits = at < width
@@ -47,9 +57,9 @@ def all_reduce_rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, *, ahead: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The same of one rank."""
+    """The same of one rank. ``ahead``: the launch may begin before the end of the one before."""
     x, residual = rows_of(x), rows_of(residual)
     rows, width = residual.shape
     summed = torch.empty(rows, width, dtype=residual.dtype, device=residual.device)
@@ -58,6 +68,7 @@ def add_rms_norm(
         _add_norm_kernel[(rows,)](
             x, residual, summed if weight is None else weight.contiguous(), summed,
             summed if hidden is None else hidden, width, x.stride(0), residual.stride(0), eps,
-            NORM=weight is not None, BLOCK=next_power(width), num_warps=warps_for(width),
+            NORM=weight is not None, BLOCK=next_power(width), DEPENDENT=ahead,
+            num_warps=warps_for(width), **dependent(ahead),
         )  # fmt: skip
     return summed, hidden

@@ -65,9 +65,9 @@ def moe_ffn(
     ) -> tuple[Tensor, Tensor | None]:
         gate = w["gate"]
         assert isinstance(gate, Tensor)
-        routed = _pair(w, "experts")
-        shared = _pair(w, "shared") if moe.shared_width else None
-        if shared is None or not _alike(routed, shared) or not hidden.shape[0]:
+        routed = pair(w, "experts")
+        shared = pair(w, "shared") if moe.shared_width else None
+        if shared is None or not alike(routed, shared) or not hidden.shape[0]:
             return _apart(w, moe, eps, act, residual, hidden, next_norm)
         weights, ids = route(hidden, gate, moe.topk, moe.renormalize, moe.routed_scale, shared=True)
         if takes_one_row(hidden, *routed, act):
@@ -80,14 +80,14 @@ def moe_ffn(
     return call
 
 
-def _pair(w: Weights, name: str) -> Pair:
+def pair(w: Weights, name: str) -> Pair:
     w13, w2 = w[f"{name}_w13"], w[f"{name}_w2"]
     assert isinstance(w13, Weight)
     assert isinstance(w2, Weight)
     return weight_args(w13), weight_args(w2)
 
 
-def _alike(routed: Pair, shared: Pair) -> bool:
+def alike(routed: Pair, shared: Pair) -> bool:
     """Whether the shared expert can stand as one more beside the routed ones."""
     return all(
         (a.format, a.rows, a.columns) == (b.format, b.rows, b.columns)

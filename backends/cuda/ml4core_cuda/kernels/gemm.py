@@ -23,23 +23,40 @@ from torch import Tensor
 from ml4core.api import Weight
 from ml4core_cuda.kernels.activations import Activation, activation
 from ml4core_cuda.kernels.numeric import narrow, next_power, sm_count
-from ml4core_cuda.kernels.products import CODES_BY_ROW, PLAIN, row_sum, tile_sum
-from ml4core_cuda.kernels.target import arch_of
+from ml4core_cuda.kernels.products import CODES_BY_ROW, KIND_NAMES, PLAIN, row_sum, tile_sum
+from ml4core_cuda.kernels.target import arch_of, device_name
 from ml4core_cuda.kernels.weight_tiles import (
+    FORMAT_NAMES,
     K_TILE,
     WeightArgs,
     is_fp4,
     weight_args,
     whole_scale,
 )
+from ml4core_cuda.tuned import sizes_for
 
 _BY_ROW = tl.constexpr(CODES_BY_ROW)
 _TILE = tl.constexpr(K_TILE)
 
 
 @dataclass(frozen=True)
+class RowTiling:
+    """How a product with a single row is cut.
+
+    Attributes:
+        columns: rows of the weight, columns of the result, a program.
+        block: columns of the weight a turn.
+    """
+
+    columns: int
+    block: int
+    warps: int = 4
+    stages: int = 4
+
+
+@dataclass(frozen=True)
 class Tiling:
-    """How a product is cut. ``rows`` is 0 for the path of a single row.
+    """How a product is cut.
 
     Attributes:
         columns: rows of the weight, columns of the result, a program.
@@ -61,6 +78,11 @@ ROW_TILE = 8192
 def row_block(inner: int) -> int:
     """Columns of a turn of ``row_sum``."""
     return max(K_TILE, min(512, next_power(inner)))
+
+
+def row_tiling(columns: int, inner: int, matrices: int, multiprocessors: int) -> RowTiling:
+    """The default of ``row_sum``."""
+    return RowTiling(row_tile(columns, inner, matrices, multiprocessors), row_block(inner))
 
 
 def row_tile(columns: int, inner: int, matrices: int, multiprocessors: int) -> int:
@@ -85,11 +107,8 @@ def tiling(
 ) -> Tiling:
     """The choice for a product of these sizes. Looks at sizes alone, so a graph can hold it.
 
-    ``quantized``: whether the activation is; ``fp4``: whether the weight is in FP4. A single row
-    has a path of its own where neither is.
+    ``quantized``: whether the activation is; ``fp4``: whether the weight is in FP4.
     """
-    if rows == 1 and not quantized and not fp4:
-        return Tiling(row_tile(columns, inner, matrices, multiprocessors), 0, 1, 4, 4)
     # Both sums of a tile, of a block and of all, are in registers: sm_100 has room for half.
     most = 64 if quantized and arch != "sm_90" else 128
     many = min(most, max(16, next_power(rows)))
@@ -103,10 +122,15 @@ def tiling(
     return Tiling(each, many, parts, warps, 3 if rows > 64 else 4)
 
 
+def shape_key(format: str, rows: int, columns: int, inner: int, act: str) -> str:
+    """The shape by which sizes are measured."""
+    return f"{format} {columns}x{inner}, {next_power(rows)} rows of {act}"
+
+
 @triton.jit
 def _row_kernel(
     x, data, scale, row_scale, out, N, K, x_matrix, x_row, out_matrix, scale_size,
-    BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row of the activation with each matrix of a stack: grid (tiles of N, matrices)."""
     matrix = tl.program_id(1).to(tl.int64)
@@ -114,8 +138,9 @@ def _row_kernel(
     fits = rows < N
     scales = scale + matrix * scale_size
     found = row_sum(
-        x + matrix * x_matrix, data + matrix * N * K, scales, rows, fits, K, BN, BK, FORMAT
-    )
+        x + matrix * x_matrix, data + matrix * N * K, scales, rows, fits, K, BN, BK, FORMAT,
+        STAGES,
+    )  # fmt: skip
     found = found * whole_scale(scales, row_scale + matrix * N, rows, fits, FORMAT, BN)
     tl.store(out + matrix * out_matrix + rows, narrow(found, out.dtype.element_ty), mask=fits)
 
@@ -195,19 +220,27 @@ def multiply(x: Activation, w: WeightArgs, out: Tensor, strides: tuple[int, int,
     activation lie ``x.stride`` apart; columns of out are contiguous.
     """
     x_matrix, out_matrix, out_row = strides
-    plan = tiling(
-        x.rows, w.rows, w.columns, w.matrices, sm_count(out.device), x.kind != PLAIN,
-        is_fp4(w.format), arch_of(out.device),
-    )  # fmt: skip
-    if plan.rows == 0:
-        grid: tuple[int, ...] = (triton.cdiv(w.rows, plan.columns), w.matrices)
+    units, name = sm_count(out.device), device_name(out.device)
+    shape = shape_key(FORMAT_NAMES[w.format], x.rows, w.rows, w.columns, KIND_NAMES[x.kind])
+    # A single row has a path of its own, but for codes: those are read in pairs of columns.
+    if x.rows == 1 and x.kind == PLAIN and not is_fp4(w.format):
+        row = row_tiling(w.rows, w.columns, w.matrices, units)
+        if w.matrices == 1:
+            row = sizes_for("gemm_row", name, shape, row)
+        grid: tuple[int, ...] = (triton.cdiv(w.rows, row.columns), w.matrices)
         _row_kernel[grid](
             x.data, w.data, w.scale, w.row_scale, out, w.rows, w.columns, x_matrix, x.stride,
             out_matrix, w.scale_size,
-            BN=plan.columns, BK=row_block(w.columns), FORMAT=w.format,
-            num_warps=plan.warps,
+            BN=row.columns, BK=row.block, FORMAT=w.format, STAGES=row.stages,
+            num_warps=row.warps,
         )  # fmt: skip
         return
+    plan = tiling(
+        x.rows, w.rows, w.columns, w.matrices, units, x.kind != PLAIN, is_fp4(w.format),
+        arch_of(out.device),
+    )  # fmt: skip
+    if w.matrices == 1:
+        plan = sizes_for("gemm_tile", name, shape, plan)
     steps = triton.cdiv(triton.cdiv(w.columns, K_TILE), plan.parts)
     target, part = out, 0
     if plan.parts > 1:

@@ -8,6 +8,8 @@ with fp32 sums: E4M3's own matrix instruction keeps too few bits of a sum for th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -17,18 +19,54 @@ from ml4core.api import KVCache
 from ml4core_cuda.kernels.indexer_write import AMAX_FLOOR
 from ml4core_cuda.kernels.keys import FP32, index_keys, key_scales
 from ml4core_cuda.kernels.numeric import (
+    dependent,
     dot,
     e4m3,
     e4m3_code,
     finite_size,
+    let_next_begin,
     next_power,
     sm_count,
+    wait_for_previous,
 )
 from ml4core_cuda.kernels.row_scales import power_of_two, scale_exponent, widen
+from ml4core_cuda.kernels.target import device_name
+from ml4core_cuda.tuned import sizes_for
 
 _COLUMNS = 256
 """Rows times heads of a tile at most."""
 _FILLED = tl.constexpr(1024)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of a launch.
+
+    Attributes:
+        keys: keys of a tile.
+        columns: rows times heads of a tile at most.
+        waves: programs a multiprocessor, as requests differ in length.
+    """
+
+    keys: int
+    columns: int
+    waves: int
+    warps: int
+    stages: int
+
+
+def tiling(heads: int, max_rows: int, wide: bool) -> Tiling:
+    """The default sizes, by shapes alone."""
+    if wide:
+        return Tiling(32, 64, 4, 4, 3)
+    small = next_power(heads) * next_power(max_rows) <= 64
+    return Tiling(128 if small else 64, _COLUMNS, 4, 4 if small else 8, 3)
+
+
+def shape_key(rows: int, heads: int, columns: int, max_rows: int) -> str:
+    """The shape by which sizes are measured."""
+    each = f"{min(8, next_power(max_rows))} rows a request"
+    return f"{heads} heads, {next_power(rows)} rows of {next_power(columns)}, {each}"
 
 
 @triton.jit
@@ -94,10 +132,13 @@ def indexer_logits_kernel(
     KIND: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     FILL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A program scores ``tiles_each`` tiles of keys for ``BR`` rows of a request. Where ``FILL``,
     columns that a row doesn't see become -inf, those of rows of no request too.
     """
+    let_next_begin(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     request = tl.program_id(0) // row_tiles
     first_column = tl.program_id(1) * tiles_each * BK
     last_column = tl.minimum(first_column + tiles_each * BK, columns)
@@ -203,8 +244,11 @@ def scores(
     max_rows: int,
     *,
     fill: bool,
+    ahead: bool = False,
 ) -> Tensor:
-    """``indexer_logits``; without ``fill``, what a row doesn't see is left as the memory was."""
+    """``indexer_logits``; without ``fill``, what a row doesn't see is left as the memory was.
+    ``ahead``: the launch may begin before the end of the one before it.
+    """
     keys = index_keys(cache)
     rows, heads, width = q.shape
     requests, pages = block_table.shape
@@ -218,15 +262,17 @@ def scores(
     weights = weights if weights.stride(1) == 1 else weights.contiguous()
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     wide = keys.kind == FP32.value
+    sizes = tiling(heads, max_rows, wide)
+    if not wide:
+        shape = shape_key(rows, heads, columns, max_rows)
+        sizes = sizes_for("indexer_logits", device_name(q.device), shape, sizes)
     padded = next_power(heads)
-    row_block = max(1, min(next_power(max_rows), (64 if wide else _COLUMNS) // padded))
+    row_block = max(1, min(next_power(max_rows), sizes.columns // padded))
     # The matrix units take 16 columns at least.
     padded = max(padded, 16 // row_block)
-    block = 32 if wide else (128 if row_block * padded <= 64 else 64)
     row_tiles = -(-max_rows // row_block)
-    tiles = -(-columns // block)
-    # Enough programs to fill the device several times, as requests differ in length.
-    wanted = max(1, 4 * sm_count(q.device) // (requests * row_tiles))
+    tiles = -(-columns // sizes.keys)
+    wanted = max(1, sizes.waves * sm_count(q.device) // (requests * row_tiles))
     tiles_each = -(-tiles // min(tiles, wanted))
     grid = (requests * row_tiles + (1 if fill else 0), -(-tiles // tiles_each))
     indexer_logits_kernel[grid](
@@ -254,11 +300,13 @@ def scores(
         BR=row_block,
         D=width,
         BD=max(16, next_power(width)),
-        BK=block,
+        BK=sizes.keys,
         KIND=keys.kind,
         BLOCK_SIZE=cache.block_size,
         FILL=fill,
-        num_warps=4 if row_block * padded <= 64 else 8,
-        num_stages=3,
+        DEPENDENT=ahead,
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
+        **dependent(ahead),
     )
     return out

@@ -16,6 +16,24 @@ AMAX_FLOOR = tl.constexpr(1e-4)
 
 
 @triton.jit
+def write_key(
+    start, inside, x, column, KIND: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """Stores a key ``x`` fp32 [BD] as token ``inside`` of the page at ``start``."""
+    if KIND == FP32:
+        tl.store(start + inside * D + column, x, column < D)
+    else:
+        amax = tl.maximum(tl.max(finite_size(x), 0), AMAX_FLOOR)
+        exponent = scale_exponent(amax)
+        tl.store(start + inside * D + column, e4m3_code(x * power_of_two(-exponent)), column < D)
+        place = start + (BLOCK_SIZE * D + 4 * inside)
+        if KIND == PLANAR_F32:
+            tl.store(place.to(tl.pointer_type(tl.float32)), power_of_two(exponent))
+        else:
+            tl.store(place.to(tl.pointer_type(tl.int32)), (exponent + 127) * 0x01010101)
+
+
+@triton.jit
 def indexer_write_kernel(
     pages,
     slots,
@@ -36,19 +54,7 @@ def indexer_write_kernel(
         inside = slot % BLOCK_SIZE
         column = tl.arange(0, BD)
         x = widen(tl.load(keys + token * key_stride + column, column < D, other=0.0))
-        if KIND == FP32:
-            tl.store(start + inside * D + column, x, column < D)
-        else:
-            amax = tl.maximum(tl.max(finite_size(x), 0), AMAX_FLOOR)
-            exponent = scale_exponent(amax)
-            tl.store(
-                start + inside * D + column, e4m3_code(x * power_of_two(-exponent)), column < D
-            )
-            place = start + (BLOCK_SIZE * D + 4 * inside)
-            if KIND == PLANAR_F32:
-                tl.store(place.to(tl.pointer_type(tl.float32)), power_of_two(exponent))
-            else:
-                tl.store(place.to(tl.pointer_type(tl.int32)), (exponent + 127) * 0x01010101)
+        write_key(start, inside, x, column, KIND, D, BLOCK_SIZE)
 
 
 def indexer_write(cache: KVCache, slots: Tensor, key: Tensor) -> None:

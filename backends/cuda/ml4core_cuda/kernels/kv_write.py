@@ -26,6 +26,34 @@ def _store_wide(place, values, mask):
 
 
 @triton.jit
+def write_row(
+    start, x, pe, cache_scale, column, tail, KIND: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+    BL: tl.constexpr,
+):  # fmt: skip
+    """Stores a latent ``x`` fp32 [BL] and its rope part ``pe`` fp32 [BR] as the row at ``start``;
+    ``column`` and ``tail`` count them.
+    """
+    if KIND == DS_MLA:
+        group = tl.arange(0, BL // _SCALED)
+        grouped = tl.reshape(x, (BL // _SCALED, _SCALED))
+        exponent = scale_exponent(tl.max(finite_size(grouped), 1))
+        exponent = tl.maximum(exponent, _LEAST_EXPONENT)
+        scaled = grouped * power_of_two(-exponent)[:, None]
+        tl.store(start + column, e4m3_code(tl.reshape(scaled, (BL,))), column < L)
+        scales = (start + (4 * group + L)).to(tl.pointer_type(tl.float32))
+        tl.store(scales, power_of_two(exponent), group < L // _SCALED)
+        place = start + (2 * tail + L + 4 * (L // _SCALED))
+        tl.store(place.to(tl.pointer_type(tl.uint16)), bf16_bits(pe), tail < R)
+    elif KIND == E4M3:
+        scale = tl.load(cache_scale)
+        tl.store(start + column, e4m3_code(tl.div_rn(x, scale)), column < L)
+        tl.store(start + (tail + L), e4m3_code(tl.div_rn(pe, scale)), tail < R)
+    else:
+        _store_wide(start + column, x, column < L)
+        _store_wide(start + (tail + L), pe, tail < R)
+
+
+@triton.jit
 def kv_write_kernel(
     rows,
     cache_scale,
@@ -56,24 +84,7 @@ def kv_write_kernel(
         pe = tl.zeros((BR,), tl.float32)
         if HAS_ROPE:
             pe = widen(tl.load(rope + token * rope_stride + tail, tail < R, other=0.0))
-        if KIND == DS_MLA:
-            group = tl.arange(0, BL // _SCALED)
-            grouped = tl.reshape(x, (BL // _SCALED, _SCALED))
-            exponent = scale_exponent(tl.max(finite_size(grouped), 1))
-            exponent = tl.maximum(exponent, _LEAST_EXPONENT)
-            scaled = grouped * power_of_two(-exponent)[:, None]
-            tl.store(start + column, e4m3_code(tl.reshape(scaled, (BL,))), column < L)
-            scales = (start + (4 * group + L)).to(tl.pointer_type(tl.float32))
-            tl.store(scales, power_of_two(exponent), group < L // _SCALED)
-            place = start + (2 * tail + L + 4 * (L // _SCALED))
-            tl.store(place.to(tl.pointer_type(tl.uint16)), bf16_bits(pe), tail < R)
-        elif KIND == E4M3:
-            scale = tl.load(cache_scale)
-            tl.store(start + column, e4m3_code(tl.div_rn(x, scale)), column < L)
-            tl.store(start + (tail + L), e4m3_code(tl.div_rn(pe, scale)), tail < R)
-        else:
-            _store_wide(start + column, x, column < L)
-            _store_wide(start + (tail + L), pe, tail < R)
+        write_row(start, x, pe, cache_scale, column, tail, KIND, L, R, BL)
 
 
 def kv_write(cache: KVCache, slots: Tensor, latent: Tensor, rope: Tensor | None = None) -> None:

@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ml4core_cuda.kernels.numeric import narrow, next_power
+from ml4core_cuda.kernels.numeric import narrow, next_power, widen
+
+_TILE = 8192
+"""Numbers that a program holds: parts times columns."""
 
 
 @triton.jit
@@ -16,40 +19,39 @@ def merge_kernel(
     lses,
     out,
     lse,
-    rows,
     parts,
     out_part_stride,
     out_row_stride,
     lse_part_stride,
     lse_row_stride,
     L: tl.constexpr,
-    BL: tl.constexpr,
+    BC: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """A program joins one head of one token: row ``program_id`` of ``rows``."""
+    """Columns of one head of one token: grid (rows, blocks of columns). All parts are read at once:
+    one after the other, each would wait for the memory anew.
+    """
     row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
     part = tl.arange(0, BP)
     each = tl.load(
         lses + part * lse_part_stride + row * lse_row_stride, part < parts, other=float("-inf")
     )
     top = tl.max(each, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(each - base), 0)
-    column = tl.arange(0, BL)
-    joined = tl.zeros((BL,), tl.float32)
-    for p in range(parts):
-        own = tl.load(lses + p * lse_part_stride + row * lse_row_stride)
-        # What an empty part holds may be anything, and 0 * NaN is NaN.
-        spread = own + tl.zeros((BL,), tl.float32)
-        mask = (column < L) & (spread != float("-inf"))
-        values = tl.load(
-            outs + p * out_part_stride + row * out_row_stride + column, mask=mask, other=0.0
-        )
-        joined += tl.exp(own - base) * values.to(tl.float32)
+    weight = tl.exp(each - base)
+    total = tl.sum(weight, 0)
+    # What an empty part holds may be anything, and 0 * NaN is NaN.
+    known = (each != float("-inf"))[:, None] & (column < L)[None, :]
+    place = outs + part.to(tl.int64)[:, None] * out_part_stride + row * out_row_stride
+    values = tl.load(place + column[None, :], mask=known, other=0.0)
+    joined = tl.sum(widen(values) * weight[:, None], 0)
     some = total != 0.0
     joined = joined / tl.where(some, total, 1.0)
     tl.store(out + row * L + column, narrow(joined, out.dtype.element_ty), column < L)
-    tl.store(lse + row, tl.where(some, base + tl.log(tl.where(some, total, 1.0)), float("-inf")))
+    if tl.program_id(1) == 0:
+        whole = base + tl.log(tl.where(some, total, 1.0))
+        tl.store(lse + row, tl.where(some, whole, float("-inf")))
 
 
 def merge(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -61,20 +63,21 @@ def merge(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
     out = torch.empty(rows, latent, dtype=dtype, device=outs.device)
     lse = torch.empty(rows, dtype=torch.float32, device=outs.device)
     if rows:
-        merge_kernel[(rows,)](
+        held = next_power(parts)
+        columns = min(next_power(latent), max(16, _TILE // held))
+        merge_kernel[(rows, -(-latent // columns))](
             outs,
             lses,
             out,
             lse,
-            rows,
             parts,
             outs.stride(0),
             outs.stride(1),
             lses.stride(0),
             lses.stride(1),
             L=latent,
-            BL=next_power(latent),
-            BP=next_power(parts),
+            BC=columns,
+            BP=held,
             num_warps=4,
         )
     return out, lse

@@ -26,10 +26,17 @@ from ml4core_cuda.kernels.expert_matrix import expert_matrix
 from ml4core_cuda.kernels.expert_order import ExpertOrder, expert_order
 from ml4core_cuda.kernels.moe_row import one_row
 from ml4core_cuda.kernels.numeric import narrow, next_power, sm_count
-from ml4core_cuda.kernels.products import CODES_BY_ROW, tile_sum
+from ml4core_cuda.kernels.products import CODES_BY_ROW, KIND_NAMES, tile_sum
 from ml4core_cuda.kernels.silu_mul import silu
-from ml4core_cuda.kernels.target import arch_of
-from ml4core_cuda.kernels.weight_tiles import WeightArgs, is_fp4, weight_args, whole_scale
+from ml4core_cuda.kernels.target import arch_of, device_name
+from ml4core_cuda.kernels.weight_tiles import (
+    FORMAT_NAMES,
+    WeightArgs,
+    is_fp4,
+    weight_args,
+    whole_scale,
+)
+from ml4core_cuda.tuned import sizes_for
 
 _BY_ROW = tl.constexpr(CODES_BY_ROW)
 
@@ -63,6 +70,11 @@ def moe_tiling(
     while each > 32 and tiles * -(-columns // each) < 2 * multiprocessors:
         each //= 2
     return MoETiling(each, many, 8 if each == 128 else 4, 3 if many == 64 else 4)
+
+
+def shape_key(format: str, rows: int, columns: int, inner: int, act: str) -> str:
+    """The shape by which sizes are measured."""
+    return f"{format} {columns}x{inner}, {next_power(rows)} rows of {act}"
 
 
 @triton.jit
@@ -214,13 +226,22 @@ def each_choice(
     rows, topk = ids.shape
     experts = w13.matrices + (shared is not None)
     inner, units, arch = w2.columns, sm_count(x.device), arch_of(x.device)
-    plan = moe_tiling(rows, topk, experts, inner, units, is_fp4(w13.format), arch)
+
+    def sizes(part: str, w: WeightArgs, columns: int, one: Activation) -> MoETiling:
+        default = moe_tiling(rows, topk, experts, columns, units, is_fp4(w.format), arch)
+        act = KIND_NAMES[one.kind]
+        shape = shape_key(FORMAT_NAMES[w.format], rows, columns, w.columns, act)
+        return sizes_for(f"moe_{part}", device_name(x.device), shape, default)
+
+    given = activation(x, w13, act)
+    plan = sizes("gated", w13, inner, given)
     order = expert_order(ids, weights, experts, first_expert, plan.rows)
     gated = torch.empty(rows * topk, inner, dtype=x.dtype, device=x.device)
-    gated_product(activation(x, w13, act), w13, shared and shared[0], order, topk, plan, gated)
+    gated_product(given, w13, shared and shared[0], order, topk, plan, gated)
     each = torch.empty(rows * topk, w2.rows, dtype=torch.float32, device=x.device)
-    plan = moe_tiling(rows, topk, experts, w2.rows, units, is_fp4(w2.format), arch)
-    outer_product(activation(gated, w2, act), w2, shared and shared[1], order, plan, each)
+    given = activation(gated, w2, act)
+    plan = sizes("outer", w2, w2.rows, given)
+    outer_product(given, w2, shared and shared[1], order, plan, each)
     return each
 
 

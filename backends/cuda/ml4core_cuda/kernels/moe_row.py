@@ -11,11 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core_cuda.kernels.expert_matrix import expert_matrix
-from ml4core_cuda.kernels.gemm import row_block, row_tile
+from ml4core_cuda.kernels.gemm import RowTiling, row_tiling
 from ml4core_cuda.kernels.numeric import narrow, sm_count
 from ml4core_cuda.kernels.products import row_sum
 from ml4core_cuda.kernels.silu_mul import silu
-from ml4core_cuda.kernels.weight_tiles import WeightArgs, whole_scale
+from ml4core_cuda.kernels.target import device_name
+from ml4core_cuda.kernels.weight_tiles import FORMAT_NAMES, WeightArgs, whole_scale
+from ml4core_cuda.tuned import sizes_for
 
 
 @triton.jit
@@ -23,6 +25,7 @@ def _gated_row_kernel(
     x, data, scale, row_scale, shared, shared_scale, shared_row_scale, weights, ids, out, W, K,
     scale_size, first_expert, E,
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """silu(w1 x) * (w3 x) of each choice, out [topk, W]: grid (tiles of W, topk)."""
     choice = tl.program_id(1)
@@ -34,8 +37,8 @@ def _gated_row_kernel(
             data, scale, row_scale, shared, shared_scale, shared_row_scale, expert, E, 2 * W, K,
             scale_size, FORMAT, SHARED,
         )  # fmt: skip
-        gate = row_sum(x, data, scale, rows, fits, K, BN, BK, FORMAT)
-        up = row_sum(x, data, scale, rows + W, fits, K, BN, BK, FORMAT)
+        gate = row_sum(x, data, scale, rows, fits, K, BN, BK, FORMAT, STAGES)
+        up = row_sum(x, data, scale, rows + W, fits, K, BN, BK, FORMAT, STAGES)
         gate = gate * whole_scale(scale, row_scale, rows, fits, FORMAT, BN)
         up = up * whole_scale(scale, row_scale, rows + W, fits, FORMAT, BN)
         inner = narrow(silu(gate) * up, out.dtype.element_ty)
@@ -47,7 +50,7 @@ def _outer_row_kernel(
     x, data, scale, row_scale, shared, shared_scale, shared_row_scale, weights, ids, out, H, K,
     scale_size, first_expert, E,
     TOPK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHARED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of w2 times x [topk, K], out [H]: grid (tiles of H,)."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -61,10 +64,15 @@ def _outer_row_kernel(
                 data, scale, row_scale, shared, shared_scale, shared_row_scale, expert, E, H, K,
                 scale_size, FORMAT, SHARED,
             )  # fmt: skip
-            found = row_sum(x + choice * K, matrix, scales, rows, fits, K, BN, BK, FORMAT)
+            found = row_sum(x + choice * K, matrix, scales, rows, fits, K, BN, BK, FORMAT, STAGES)
             found = found * whole_scale(scales, row_scales, rows, fits, FORMAT, BN)
             total += found * weight
     tl.store(out + rows, narrow(total, out.dtype.element_ty), mask=fits)
+
+
+def shape_key(format: str, part: str, columns: int, inner: int, topk: int) -> str:
+    """The shape by which sizes are measured; ``part`` is gated or outer."""
+    return f"{format} {part} {columns}x{inner}, {topk} choices"
 
 
 def one_row(
@@ -80,21 +88,27 @@ def one_row(
     """Fills ``out`` [1, H] with the experts ``ids`` [1, topk] of ``x`` [1, H]. With ``shared`` (its
     w13 and w2), id E is that expert.
     """
-    topk, units = ids.shape[1], sm_count(x.device)
+    topk, units, name = ids.shape[1], sm_count(x.device), device_name(x.device)
+
+    def sizes(part: str, w: WeightArgs, columns: int, matrices: int) -> RowTiling:
+        default = row_tiling(columns, w.columns, matrices, units)
+        shape = shape_key(FORMAT_NAMES[w.format], part, columns, w.columns, topk)
+        return sizes_for("moe_row", name, shape, default)
+
     other13, other2 = shared or (w13, w2)
     inner = x.new_empty(topk, w2.columns)
-    each = row_tile(w2.columns, w13.columns, topk, units)
-    _gated_row_kernel[(triton.cdiv(w2.columns, each), topk)](
+    plan = sizes("gated", w13, w2.columns, topk)
+    _gated_row_kernel[(triton.cdiv(w2.columns, plan.columns), topk)](
         x, w13.data, w13.scale, w13.row_scale, other13.data, other13.scale, other13.row_scale,
         weights, ids, inner, w2.columns, w13.columns,
         w13.scale_size, first_expert, w13.matrices,
-        BN=each, BK=row_block(w13.columns), FORMAT=w13.format,
-        SHARED=int(shared is not None), num_warps=4,
+        BN=plan.columns, BK=plan.block, FORMAT=w13.format,
+        SHARED=int(shared is not None), STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
-    each = row_tile(w2.rows, w2.columns, 1, units)
-    _outer_row_kernel[(triton.cdiv(w2.rows, each),)](
+    plan = sizes("outer", w2, w2.rows, 1)
+    _outer_row_kernel[(triton.cdiv(w2.rows, plan.columns),)](
         inner, w2.data, w2.scale, w2.row_scale, other2.data, other2.scale, other2.row_scale,
         weights, ids, out, w2.rows, w2.columns, w2.scale_size, first_expert, w2.matrices,
-        TOPK=topk, BN=each, BK=row_block(w2.columns), FORMAT=w2.format,
-        SHARED=int(shared is not None), num_warps=4,
+        TOPK=topk, BN=plan.columns, BK=plan.block, FORMAT=w2.format,
+        SHARED=int(shared is not None), STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip

@@ -165,6 +165,27 @@ def e4m3_code(x):
     return code.to(tl.uint8)
 
 
+@triton.jit
+def wait_for_previous(DEPENDENT: tl.constexpr):
+    """Waits for all that the launch before wrote, in a launch that was allowed to begin ahead of
+    its end. Nothing of it may be read, and nothing that it reads be written, before.
+    """
+    if DEPENDENT and not INTERPRETED:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_begin(DEPENDENT: tl.constexpr):
+    """Lets the next launch's programs come up while this one still runs."""
+    if DEPENDENT and not INTERPRETED:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def dependent(wanted: bool) -> dict[str, bool]:
+    """Options of a launch that may begin ahead of the end of the one before."""
+    return {"launch_pdl": True} if wanted and not INTERPRETED.value else {}
+
+
 def rows_of(x: Tensor) -> Tensor:
     """``x`` [..., K] as rows [T, K] with a last stride of 1; copied only where strides need it."""
     rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x

@@ -22,6 +22,8 @@ from ml4core_cuda.kernels.weight_tiles import (
 PLAIN, CODES_BY_BLOCK, CODES_BY_ROW = range(3)
 """What an activation is: numbers; or e4m3 codes with a scale a row and 128 columns, or a row."""
 
+KIND_NAMES = ("numbers", "codes by block", "codes by row")
+
 _BY_BLOCK, _BY_ROW = tl.constexpr(CODES_BY_BLOCK), tl.constexpr(CODES_BY_ROW)
 _FP8_BLOCK, _NVFP4 = tl.constexpr(FP8_BLOCK), tl.constexpr(NVFP4)
 _TILE = tl.constexpr(K_TILE)
@@ -114,19 +116,20 @@ def tile_sum(
 
 @triton.jit
 def row_sum(
-    x, data, scale, rows, row_fits, K, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr
-):
+    x, data, scale, rows, row_fits, K, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
     """fp32 [BN]: weight rows [BN] times one activation row, in fp32 whatever the operands are.
 
-    ``BK`` columns a turn, a multiple of 128. Not for FP4, whose codes cost more than the bytes
-    here. What ``whole_scale`` gives is left to the caller.
+    ``BK`` columns a turn, a multiple of 128, ``STAGES`` turns read ahead. Not for FP4, whose codes
+    cost more than the bytes here. What ``whole_scale`` gives is left to the caller.
     """
     # A block of columns has one scale: a third axis lets it stay in the threads of its block.
     block = tl.arange(0, BK // _TILE)
     local = block[:, None] * _TILE + tl.arange(0, _TILE)[None, :]
     line = rows.to(tl.int64)[:, None, None] * K
     acc = tl.zeros([BN, BK // _TILE, _TILE], tl.float32)
-    for k0 in tl.range(0, K, BK, num_stages=4):
+    for k0 in tl.range(0, K, BK, num_stages=STAGES):
         columns = k0 + local
         inside = columns < K
         fits = row_fits[:, None, None] & inside[None, :, :]

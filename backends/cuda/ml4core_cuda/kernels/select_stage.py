@@ -18,8 +18,10 @@ SCORE_BYTES = 512 << 20
 """Bound of the scores that are held at once; more rows are worked on in turn."""
 
 
-def select_stage(layer: LayerSpec) -> Callable[..., Selection]:
-    """Bound for a layer that owns an indexer."""
+def select_stage(layer: LayerSpec, *, ahead: bool = False) -> Callable[..., Selection]:
+    """Bound for a layer that owns an indexer. ``ahead``: its launches may begin before the end of
+    those before them.
+    """
     spec = layer.indexer
     if spec is None:
         raise ValueError(f"layer {layer.index} owns no indexer: it can't select")
@@ -44,6 +46,7 @@ def select_stage(layer: LayerSpec) -> Callable[..., Selection]:
                 visible,
                 max_rows,
                 fill=False,
+                ahead=ahead,
             )
             found.append(
                 choose(
@@ -53,6 +56,7 @@ def select_stage(layer: LayerSpec) -> Callable[..., Selection]:
                     latent_table,
                     plan.row_request[rows],
                     kv.latent.block_size,
+                    ahead=ahead,
                 )
             )
         if len(found) == 1:

@@ -19,8 +19,16 @@ from ml4core.api import KVCache
 from ml4core_cuda.kernels.attend import LOG2E, attend_keys, finished, product_dtype
 from ml4core_cuda.kernels.latents import E4M3, latent_rows, row_offsets
 from ml4core_cuda.kernels.merge_lse import merge
-from ml4core_cuda.kernels.numeric import narrow, next_power, sm_count
-from ml4core_cuda.kernels.target import arch_of
+from ml4core_cuda.kernels.numeric import (
+    dependent,
+    let_next_begin,
+    narrow,
+    next_power,
+    sm_count,
+    wait_for_previous,
+)
+from ml4core_cuda.kernels.target import arch_of, device_name
+from ml4core_cuda.tuned import sizes_for
 
 
 @dataclass(frozen=True)
@@ -30,21 +38,24 @@ class Tiling:
     Attributes:
         heads: heads of a tile.
         keys: keys of a block.
-        splits: parts of a row's keys, each of ``chunk`` slots.
+        splits: parts that a row's keys are cut into, if there are so many blocks.
     """
 
     heads: int
     keys: int
     splits: int
-    chunk: int
     warps: int
     stages: int
 
+    def cut(self, keys: int) -> tuple[int, int]:
+        """How many parts there are, and the keys of each: whole blocks."""
+        blocks = max(1, -(-keys // self.keys))
+        chunk = -(-blocks // max(1, min(self.splits, blocks))) * self.keys
+        return -(-max(keys, 1) // chunk), chunk
 
-def tiling(
-    rows: int, heads: int, keys: int, wide: bool, processors: int, arch: str = "sm_90"
-) -> Tiling:
-    """The sizes for ``rows`` of ``heads`` over up to ``keys``; a function of shapes alone.
+
+def tiling(rows: int, heads: int, wide: bool, processors: int, arch: str = "sm_90") -> Tiling:
+    """The sizes for ``rows`` of ``heads``; a function of shapes alone.
 
     There is no tile of 32 heads: its accumulator doesn't fit the registers of the layout that the
     compiler gives it, and half a tile of 64 costs arithmetic, no bytes.
@@ -54,13 +65,15 @@ def tiling(
     # Small blocks where there is more than one processor for each row, large ones for the matrix
     # units where all are busy.
     block = 16 if wide else (32 if tile == 64 and programs < processors else 64)
-    blocks = max(1, -(-keys // block))
-    splits = max(1, min(blocks, processors // programs))
-    chunk = -(-blocks // splits) * block
     warps = 8 if tile == 64 else 4
     # From sm_100 on accumulators lie in memory of their own, and what a second stage keeps spills.
     stages = 1 if tile == 64 and arch != "sm_90" else 2
-    return Tiling(tile, block, -(-max(keys, 1) // chunk), chunk, warps, stages)
+    return Tiling(tile, block, max(1, processors // programs), warps, stages)
+
+
+def shape_key(layout: str, rows: int, heads: int, keys: int) -> str:
+    """The shape by which sizes are measured."""
+    return f"{layout}, {heads} heads, {next_power(rows)} rows, {next_power(keys)} keys"
 
 
 @triton.jit
@@ -95,7 +108,10 @@ def sparse_mla_kernel(
     BK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    let_next_begin(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     # Splits of one row stand together, so that its queries are read once into L2.
     program = tl.program_id(0)
     row = (program // splits).to(tl.int64)
@@ -168,6 +184,20 @@ def sparse_mla(
     bf16 queries meet bf16 keys, and weights are rounded to bf16; fp32 ones, and fp32 caches, meet
     in fp32. ``ValueError`` for a layout that isn't read.
     """
+    count, heads, _ = q.shape
+    parts, lses = attended_parts(q, cache, slots, lens, scale)
+    out, lse = (parts[0], lses[0]) if len(parts) == 1 else merge(parts, lses, q.dtype)
+    return out.view(count, heads, -1), lse.view(count, heads)
+
+
+def attended_parts(
+    q: Tensor, cache: KVCache, slots: Tensor, lens: Tensor, scale: float, *, ahead: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The same over parts of each row's keys, to be joined: [parts, T N, L], in q's dtype if there
+    is one part and fp32 else, and [parts, T N].
+
+    ``ahead``: the launch may begin before the end of the one before it.
+    """
     rows = latent_rows(cache)
     count, heads, width = q.shape
     if width not in (rows.latent, rows.latent + rows.rope):
@@ -182,18 +212,22 @@ def sparse_mla(
     dtype = product_dtype(q, rows.rows)
     keys = slots.shape[1]
     wide, device = dtype == torch.float32, q.device
-    sizes = tiling(count, heads, keys, wide, sm_count(device), arch_of(device))
-    alone = sizes.splits == 1
+    sizes = tiling(count, heads, wide, sm_count(device), arch_of(device))
+    if not wide:
+        shape = shape_key(cache.layout.id, count, heads, keys)
+        sizes = sizes_for("sparse_mla", device_name(device), shape, sizes)
+    splits, chunk = sizes.cut(keys)
+    alone = splits == 1
     parts = torch.empty(
-        sizes.splits,
+        splits,
         count * heads,
         rows.latent,
         dtype=q.dtype if alone else torch.float32,
         device=q.device,
     )
-    lses = torch.empty(sizes.splits, count * heads, dtype=torch.float32, device=q.device)
+    lses = torch.empty(splits, count * heads, dtype=torch.float32, device=q.device)
     if count:
-        sparse_mla_kernel[(count * sizes.splits, -(-heads // sizes.heads))](
+        sparse_mla_kernel[(count * splits, -(-heads // sizes.heads))](
             q,
             rows.rows,
             rows.scale,
@@ -204,8 +238,8 @@ def sparse_mla(
             scale * LOG2E,
             keys,
             cache.blocks * cache.block_size,
-            sizes.splits,
-            sizes.chunk,
+            splits,
+            chunk,
             rows.page_stride,
             rows.row_stride,
             q.stride(0),
@@ -225,12 +259,11 @@ def sparse_mla(
             BLOCK_SIZE=cache.block_size,
             DTYPE=triton_dtype(dtype),
             num_warps=sizes.warps,
+            DEPENDENT=ahead,
             num_stages=sizes.stages,
+            **dependent(ahead),
         )
-    if alone:
-        return parts.view(count, heads, rows.latent), lses.view(count, heads)
-    out, lse = merge(parts, lses, q.dtype)
-    return out.view(count, heads, rows.latent), lse.view(count, heads)
+    return parts, lses
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:

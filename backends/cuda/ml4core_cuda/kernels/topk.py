@@ -2,12 +2,13 @@
 
 A tournament. A row's scores are cut into tiles that one program holds in registers; each keeps its
 k largest with their positions, in order, and what they keep is the next round's row, until one tile
-is left. A program finds its k-th largest by bits, from the top: 32 counts over a tile, whatever the
-scores look like. No histogram, no atomic, no wait of one program for another.
+is left. A program finds what its k largest reach by bits, from the top: 32 counts over a tile at
+most, and fewer where a count is k. No histogram, no atomic, no wait of one program for another.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,14 +16,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ml4core_cuda.kernels.numeric import next_power
+from ml4core_cuda.kernels.numeric import (
+    dependent,
+    let_next_begin,
+    next_power,
+    wait_for_previous,
+)
+from ml4core_cuda.kernels.target import device_name
 from ml4core_cuda.kernels.to_slots import slot_of
+from ml4core_cuda.tuned import sizes_for
 
 TILE = 16384
-"""Scores of a tile: 32 registers of 512 threads."""
+"""Scores of a tile at most: 32 registers of 512 threads."""
 
-_PART = 4096
-"""Scores of a tile that are ranked at once."""
+LEAST_RATIO = 4
+"""A tile has at least so many times what it keeps: else rounds would hardly shrink a row."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of a launch.
+
+    Attributes:
+        first: scores of a tile of the first round, at most.
+        part: scores of a tile that are ranked at once.
+        each: scores a warp.
+    """
+
+    first: int
+    part: int
+    each: int
+
+
+def shape_key(rows: int, columns: int, k: int) -> str:
+    """The shape by which sizes are measured."""
+    return f"{k} of {next_power(columns)}, {next_power(rows)} rows"
+
 
 LEAST = tl.constexpr(-(2**31))
 """Below the key of every number; stands for none."""
@@ -39,15 +68,22 @@ def order_key(x):
 
 @triton.jit
 def border_key(key, k):
-    """The largest int32 that at least ``k`` of ``key`` [C] reach; ``LEAST`` if no more than k are
-    numbers.
+    """An int32 that exactly ``k`` of ``key`` [C] reach, or where ties leave none, the largest that
+    more do; ``LEAST`` if no more than k are numbers.
     """
     border = LEAST
-    if tl.sum((key > LEAST).to(tl.int32), 0) > k:
-        border = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= k, 0, border)
-        for i in range(31):
-            trial = border | (1 << (30 - i))
-            border = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= k, trial, border)
+    held = tl.sum((key > LEAST).to(tl.int32), 0)
+    if held > k:
+        count = tl.sum((key >= 0).to(tl.int32), 0)
+        border = tl.where(count >= k, 0, border)
+        held = tl.where(count >= k, count, held)
+        bit = 30
+        while (bit >= 0) & (held != k):
+            trial = border | (1 << bit)
+            count = tl.sum((key >= trial).to(tl.int32), 0)
+            border = tl.where(count >= k, trial, border)
+            held = tl.where(count >= k, count, held)
+            bit -= 1
     return border
 
 
@@ -112,6 +148,7 @@ def topk_kernel(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     SLOTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A program keeps the k largest of a tile of ``C``: of scores in the ``FIRST`` round, else of
     what ``C / KP`` programs of the round before have kept. The ``LAST`` writes the results.
@@ -119,6 +156,8 @@ def topk_kernel(
     What is kept is written in parts, for which the tile is read again: it needs more registers than
     the search.
     """
+    let_next_begin(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     seen = tl.minimum(tl.load(visible + row), columns)
@@ -203,9 +242,11 @@ def choose(
     block_table: Tensor | None = None,
     row_request: Tensor | None = None,
     block_size: int = 1,
+    *,
+    ahead: bool = False,
 ) -> Chosen:
     """``topk``, with the slots of what is chosen if a block table int32 [R, B] and the request of
-    each row int64 [T] are given.
+    each row int64 [T] are given. ``ahead``: launches may begin before the end of those before.
     """
     if not 1 <= k <= TILE // 4:
         raise ValueError(f"top-k of {k}; the kernel keeps 1 to {TILE // 4}")
@@ -228,7 +269,10 @@ def choose(
     requests = row_request.contiguous() if row_request is not None and convert else visible
     if convert and table.stride(1) != 1:
         table = table.contiguous()
-    size = min(TILE, max(64, next_power(max(columns, kept))))
+    sizes = Tiling(TILE, 4096, 512)
+    sizes = sizes_for("topk", device_name(device), shape_key(rows, columns, k), sizes)
+    most = max(sizes.first, LEAST_RATIO * kept)
+    size = min(most, max(64, next_power(max(columns, kept))))
     tiles = max(1, -(-columns // size))
     sources = (positions, positions, lens, lens)
     in_tiles, first = 1, True
@@ -261,12 +305,14 @@ def choose(
             k,
             KP=kept,
             C=size,
-            PART=min(size, _PART),
+            PART=min(size, sizes.part),
             BLOCK_SIZE=block_size,
             FIRST=first,
             LAST=last,
             SLOTS=convert,
-            num_warps=max(4, min(16, size // 512)),
+            DEPENDENT=ahead,
+            **dependent(ahead),
+            num_warps=max(4, min(16, size // sizes.each)),
         )
         if last:
             return Chosen(positions, lens, has_nan, slots)

@@ -36,6 +36,9 @@ FORMATS: Mapping[str, int] = MappingProxyType(
         "mxfp4": MXFP4,
     }
 )
+FORMAT_NAMES = tuple(FORMATS)
+"""By number."""
+
 _FP32, _BF16 = tl.constexpr(FP32), tl.constexpr(BF16)
 _FP8_BLOCK, _FP8_TENSOR = tl.constexpr(FP8_BLOCK), tl.constexpr(FP8_TENSOR)
 _NVFP4, _MXFP4 = tl.constexpr(NVFP4), tl.constexpr(MXFP4)

@@ -6,6 +6,8 @@ a key is read once for all of them, and few heads fill the tile with rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,41 @@ from ml4core_cuda.kernels.latents import E4M3, latent_rows, row_offsets
 from ml4core_cuda.kernels.merge_lse import merge
 from ml4core_cuda.kernels.numeric import narrow, next_power, sm_count
 from ml4core_cuda.kernels.sparse_mla import triton_dtype
-from ml4core_cuda.kernels.target import arch_of
+from ml4core_cuda.kernels.target import device_name
+from ml4core_cuda.tuned import sizes_for
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of a launch.
+
+    Attributes:
+        queries: rows times heads of a tile.
+        keys: keys of a block.
+        waves: programs a multiprocessor that splits of the keys are to make.
+    """
+
+    queries: int
+    keys: int
+    waves: int
+    warps: int
+    stages: int
+
+
+def tiling(queries: int, wide: bool, coded: bool) -> Tiling:
+    """The default for so many rows times heads of a request: the largest that spills nothing.
+    ``coded``: whether keys are FP8, whose decoding takes registers.
+    """
+    if wide:
+        return Tiling(16, 16, 1, 4, 2)
+    if queries <= 16:
+        return Tiling(16, 32, 1, 4, 2)
+    return Tiling(16, 64, 1, 8, 2) if coded else Tiling(32, 32, 1, 8, 1)
+
+
+def shape_key(layout: str, queries: int, span: int) -> str:
+    """The shape by which sizes are measured."""
+    return f"{layout}, {next_power(queries)} queries, {next_power(span)} keys"
 
 
 @triton.jit
@@ -184,12 +220,15 @@ def window_mla(
     columns = pages * cache.block_size
     dtype = product_dtype(q, rows.rows)
     wide = dtype == torch.float32
-    queries = min(max(16, next_power(max_rows * heads)), 16 if wide else 64)
-    keys = 16 if wide else (32 if queries == 64 else 64)
-    query_tiles = max(1, -(-max_rows * heads // queries))
     span = columns if window is None else min(columns, window + max_rows)
-    blocks = max(1, -(-span // keys))
-    splits = max(1, min(blocks, sm_count(q.device) // max(1, requests * query_tiles)))
+    sizes = tiling(max_rows * heads, wide, rows.rows.dtype == torch.uint8)
+    if not wide:
+        shape = shape_key(cache.layout.id, max_rows * heads, span)
+        sizes = sizes_for("window_mla", device_name(q.device), shape, sizes)
+    query_tiles = max(1, -(-max_rows * heads // sizes.queries))
+    blocks = max(1, -(-span // sizes.keys))
+    wanted = sizes.waves * sm_count(q.device) // max(1, requests * query_tiles)
+    splits = max(1, min(blocks, wanted))
     alone = splits == 1
     part_dtype = q.dtype if alone else torch.float32
     parts = torch.empty(splits, count * heads, rows.latent, dtype=part_dtype, device=q.device)
@@ -226,21 +265,14 @@ def window_mla(
             BL=max(16, next_power(rows.latent)),
             BR=max(16, next_power(rows.rope)),
             HAS_ROPE=width > rows.latent,
-            BM=queries,
-            BK=keys,
+            BM=sizes.queries,
+            BK=sizes.keys,
             BLOCK_SIZE=cache.block_size,
             DTYPE=triton_dtype(dtype),
-            num_warps=8 if queries == 64 else 4,
-            num_stages=_stages(queries, arch_of(q.device)),
+            num_warps=sizes.warps,
+            num_stages=sizes.stages,
         )
     if alone:
         return parts.view(count, heads, rows.latent), lses.view(count, heads)
     out, lse = merge(parts, lses, q.dtype)
     return out.view(count, heads, rows.latent), lse.view(count, heads)
-
-
-def _stages(queries: int, arch: str) -> int:
-    """Depth of the pipeline that spills least, as the assembler says."""
-    if queries < 64:
-        return 2
-    return 3 if arch == "sm_90" else 1

@@ -1,0 +1,3 @@
+"""Words that processes of a check say to each other."""
+
+DEFAULTS_DONE = "defaults are compiled"

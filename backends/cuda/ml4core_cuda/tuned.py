@@ -34,7 +34,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "topk": ("topk",),
         "gemm_row": ("gemm", "products", "weight_tiles"),
         "gemm_tile": ("gemm", "products", "weight_tiles"),
-        "moe_row": ("moe_row", "latency_layer", "products", "weight_tiles"),
+        "moe_row": ("moe_row", "latency_experts", "products", "weight_tiles"),
         "moe_gated": ("moe_experts", "products", "weight_tiles"),
         "moe_outer": ("moe_experts", "products", "weight_tiles"),
         "router": ("router",),

@@ -29,7 +29,8 @@ class Deployment:
         dtype: ``float32`` or ``bfloat16``: activations and residual.
         kv_layout, index_layout: layout ids, already resolved from ``--kv-cache-dtype``.
         weight_formats: formats of the checkpoint's matrices.
-        weight_bytes: bytes of the checkpoint's tensors.
+        weight_bytes: bytes of the checkpoint's tensors; of those that are converted while they are
+            loaded, of what they become.
         block_size: tokens a page.
         needs: capability words that this deployment needs.
         attention_config, additional_config: parsed JSON of those flags. A backend refuses each key

@@ -9,7 +9,7 @@ from itertools import zip_longest
 import torch
 
 from ml4core import registry
-from ml4core.api import Fault, FaultError, StepBuckets
+from ml4core.api import Fault, FaultError, StepBuckets, VisionSpec
 from ml4core.compose.contract import ContractError
 from ml4core.engine.batch import BatchState, in_row_order
 from ml4core.engine.emission import ENDS, sequence_output, take
@@ -69,12 +69,14 @@ class EngineCore:
         buckets: StepBuckets | None = None,
         grammars: GrammarCompiler | None = None,
         max_images: int = 0,
+        vision: VisionSpec | None = None,
     ) -> None:
         """
         Args:
             buckets: sizes to which steps are padded; None for their own.
             grammars: compiles the forms of answers; None refuses those.
             max_images: in a prompt.
+            vision: the encoder that they must fit; None leaves that to whoever runs the steps.
         """
         self.kv = kv
         self.scheduler = Scheduler(config, kv)
@@ -91,6 +93,7 @@ class EngineCore:
             seed=seed,
             grammars=grammars,
             max_images=max_images,
+            vision=vision,
         )
         self._batch = BatchState(
             config.max_num_seqs,

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ml4core.api import Fault, FaultError, StepShape
+from ml4core.api import Fault, FaultError
 from ml4core.engine.runner import MAX_PROGRAMS
 from ml4core.engine.steps import StepHandle, StepInput, StepResult, StepRunner
 from ml4core.engine.transfers import has_streams
@@ -45,16 +45,20 @@ class TimedSteps:
         self._steps = steps
         self._seconds = seconds
         self._worker = _Worker(torch.device(device))
-        self._shapes: dict[StepShape, None] = {}
+        self._seen: dict[Hashable, None] = {}
+        self._times = 1  # the limit, for the newest step
         self._count = 0
         self._fault: Fault | None = None
 
     def launch(self, step: StepInput) -> StepHandle:
-        seconds = self._limit(step.plan.shape)
+        before, self._times = self._times, self._times_of(step)
+        seconds = self._seconds * self._times
         self._count += 1
         if isinstance(step.before, _TimedStep):
             step = replace(step, before=step.before.inner)
-        handle = self.call(seconds, "launch", self._count, self._steps.launch, step)
+        # What is left of the step before, its draws and drafts, is queued first, and may compile.
+        most = self._seconds * max(before, self._times)
+        handle = self.call(most, "launch", self._count, self._steps.launch, step)
         return _TimedStep(handle, self, seconds, self._count)
 
     def call(
@@ -80,15 +84,19 @@ class TimedSteps:
         """Ends the thread; False if a call is still inside, to which its things must be left."""
         return self._worker.close(0.0 if self._fault else GRACE_S)
 
-    def _limit(self, shape: StepShape) -> float:
-        """Seconds for a step of a shape, which is then the one that ran last."""
-        known = shape in self._shapes
+    def _times_of(self, step: StepInput) -> int:
+        """How many times the limit a step gets, whose programs are then those that ran last. Images
+        have programs by their size, and so have the rows that take them.
+        """
+        sizes = tuple((one.image.pixels.shape, len(one.rows)) for one in step.images)
+        key = step.plan.shape, sizes
+        known = key in self._seen
         if known:
-            del self._shapes[shape]
-        elif len(self._shapes) >= MAX_PROGRAMS:  # as many as are kept compiled
-            del self._shapes[next(iter(self._shapes))]
-        self._shapes[shape] = None
-        return self._seconds * (1 if known else FIRST)
+            del self._seen[key]
+        elif len(self._seen) >= MAX_PROGRAMS:  # as many as are kept compiled
+            del self._seen[next(iter(self._seen))]
+        self._seen[key] = None
+        return 1 if known else FIRST
 
 
 class _TimedStep:

@@ -18,11 +18,11 @@ OnToken = Callable[[int, int], None]
 @dataclass(frozen=True)
 class Completion:
     """One answer. ``stop``: a stop id was made (it is the last id); ``length``: a limit was
-    reached.
+    reached; ``error``: its grammar could not tell any more what may come.
     """
 
     token_ids: list[int]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "error"]
 
 
 def generate(
@@ -41,7 +41,7 @@ def generate(
         core.check(f"prompt {index}" if index else "prompt", ids, params)
     base = seed if params.seed is None else params.seed
     made: list[list[int]] = [[] for _ in range(len(prompts) * params.n)]
-    ends: dict[int, Literal["stop", "length"]] = {}
+    ends: dict[int, Literal["stop", "length", "error"]] = {}
     names = [f"prompt {index}" for index in range(len(prompts))]
     place_of = {name: index * params.n for index, name in enumerate(names)}
     try:
@@ -58,7 +58,7 @@ def generate(
                     made[place].append(token)
                     if on_token is not None:
                         on_token(place, token)
-                if output.finish_reason in ("stop", "length"):
+                if output.finish_reason in ("stop", "length", "error"):
                     ends[place] = output.finish_reason
             if core.fault is not None:
                 raise FaultError(core.fault) from core.cause

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from ml4core.engine.errors import RequestError
 
 _KEY_BYTES = 16
+_NO_TEXT = b"\xff"
+"""Begins what names an image, so that no salt, which is a text in UTF-8, can be the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +88,7 @@ def rows_of(images: Sequence[PlacedImage], start: int, end: int, row: int) -> li
 def block_keys(images: Sequence[PlacedImage], start: int, end: int) -> tuple[bytes, ...]:
     """What images make of a block of the tokens ``start`` to ``end``: which, and where in it."""
     return tuple(
-        image.key + (image.start - start).to_bytes(8, "little", signed=True)
+        _NO_TEXT + image.key + (image.start - start).to_bytes(8, "little", signed=True)
         for image in images
         if image.start < end and start < image.end
     )

@@ -1,4 +1,4 @@
-"""``--limit-mm-per-prompt``: how many images a prompt may have."""
+"""``--limit-mm-per-prompt``: how many images a prompt may have; and how much is kept of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 FLAG = "--limit-mm-per-prompt"
 MOST = 999
+KEPT_ROWS = 16384
+"""Embeddings that are kept on the device: those of some five images of the largest size."""
 
 
 def _count(value: Any) -> str:

@@ -18,14 +18,12 @@ from torch import Tensor
 
 from ml4core.api import StepPlan, VisionSpec
 from ml4core.engine.image_inputs import ImageRows, PlacedImage
+from ml4core.engine.image_limits import KEPT_ROWS
 from ml4core.engine.transfers import upload
 from ml4core.models.pixtral_images import patch_images
 
 if TYPE_CHECKING:
     from ml4core.engine.runner import ModelRunner
-
-KEPT_ROWS = 16384
-"""Embeddings that are kept on the device: those of some five images of the largest size."""
 
 
 class ImageEncoder:

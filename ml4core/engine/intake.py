@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 from time import monotonic
 
+from ml4core.api import VisionSpec
 from ml4core.engine.errors import RequestError
 from ml4core.engine.grammars import GrammarCompiler, GrammarState
 from ml4core.engine.image_inputs import PlacedImage
@@ -13,6 +14,7 @@ from ml4core.engine.image_limits import FLAG
 from ml4core.engine.kv_manager import KVManager
 from ml4core.engine.request import Request
 from ml4core.engine.sampling_params import SamplingParams, child_seed
+from ml4core.models.pixtral_images import unfit
 
 
 class Intake:
@@ -29,9 +31,11 @@ class Intake:
         seed: int,
         grammars: GrammarCompiler | None = None,
         max_images: int = 0,
+        vision: VisionSpec | None = None,
     ) -> None:
         self._kv = kv
         self._max_images = max_images
+        self._vision = vision
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -70,6 +74,13 @@ class Intake:
         if images and images[-1].end > len(prompt_ids):
             works = f"within its {len(prompt_ids)} tokens"
             raise RequestError("images", f"up to token {images[-1].end} of the prompt", works)
+        if self._vision is None:
+            return
+        for index, image in enumerate(images):
+            # A tokenizer's own limit may be another one, and in a step it is too late.
+            found, _, works = unfit(self._vision, image.pixels.shape).partition("; ")
+            if found:
+                raise RequestError(f"image {index}", found, works)
 
     def sequences(
         self,

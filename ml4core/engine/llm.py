@@ -46,7 +46,7 @@ from ml4core.models.errors import CheckpointError
 from ml4core.models.hub import resolve_model
 from ml4core.models.pixtral import vision_spec
 from ml4core.models.pixtral_weights import load_vision, validate_vision
-from ml4core.models.requant import expert_formats, formats_after
+from ml4core.models.requant import expert_formats, formats_after, nbytes_after
 from ml4core.models.tensors import TensorReport, load_model_spec, validate
 from ml4core.models.weights import load_layers
 
@@ -220,14 +220,16 @@ def open_engine(
     vision = None
     if image_limit(args.limit_mm_per_prompt):
         spec, vision = _with_vision(checkpoint, spec)
-    reports = [report for report in (tensors, drafter, vision) if report is not None]
+    beside = [report.nbytes for report in (drafter, vision) if report is not None]
     requant = switches.requant(args.additional_config, choice.device.torch_device)
-    formats = tensors.formats if requant is None else formats_after(tensors)
+    formats, nbytes = tensors.formats, tensors.nbytes
+    if requant is not None:
+        formats, nbytes = formats_after(tensors), nbytes_after(tensors)
     deployment = resolving.resolve(
         args,
         spec,
         formats | (frozenset() if drafter is None else drafter.formats),
-        sum(report.nbytes for report in reports),
+        nbytes + sum(beside),
         choice.device,
         choice.capabilities,
     )

@@ -81,4 +81,5 @@ def open_core(
         buckets=getattr(runner.session, "step_buckets", None),
         grammars=grammars,
         max_images=image_limit(args.limit_mm_per_prompt),
+        vision=deployment.model.vision,
     )

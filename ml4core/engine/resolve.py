@@ -130,7 +130,8 @@ def resolve(
 ) -> Deployment:
     """The deployment that these flags ask for. Raises ``RequestError`` for a value that can't be.
 
-    ``weight_formats`` and ``weight_bytes`` are those of the checkpoint's matrices and tensors.
+    ``weight_formats`` and ``weight_bytes`` are those of the checkpoint's matrices and tensors, as
+    they are once loaded.
     """
     dtype = capabilities.defaults.get("dtype", "bfloat16") if args.dtype == "auto" else args.dtype
     low = args.additional_config.get(switches.ACTIVATIONS)

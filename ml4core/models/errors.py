@@ -16,7 +16,7 @@ def shown(value: object, limit: int = 96) -> str:
     """`repr` of a value out of a file, cut at `limit` characters: printable whatever it holds."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python prints
+    except (ValueError, RecursionError):  # an integer of too many digits, or nested too deep
         return f"a value of type {type(value).__name__} too long to print"
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 

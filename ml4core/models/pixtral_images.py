@@ -49,6 +49,22 @@ def image_cells(spec: VisionSpec, height: int, width: int) -> tuple[int, int]:
     return (height - 1) // spec.cell_size + 1, (width - 1) // spec.cell_size + 1
 
 
+def unfit(spec: VisionSpec, shape: Sequence[int]) -> str:
+    """What is wrong with the size of a preprocessed image [C, H, W], and what works; empty if
+    nothing is.
+    """
+    size = spec.cell_size
+    longest = -(-spec.image_size // size) * size
+    if len(shape) != 3 or shape[0] != spec.channels:
+        return f"shape {tuple(shape)}; must be [{spec.channels}, H, W]"
+    if any(side < size or side % size or side > longest for side in shape[1:]):
+        return (
+            f"{shape[1]} x {shape[2]} pixels; both must be multiples of {size}, from {size} to "
+            f"{longest}"
+        )
+    return ""
+
+
 def patch_images(
     spec: VisionSpec, images: Sequence[npt.NDArray[Any]], pad_to: int | None = None
 ) -> ImageBatch:
@@ -85,15 +101,8 @@ def patch_images(
 
 def _checked(spec: VisionSpec, index: int, image: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """A copy of the image in fp32."""
-    shape, size = tuple(image.shape), spec.cell_size
-    longest = -(-spec.image_size // size) * size
-    if len(shape) != 3 or shape[0] != spec.channels:
-        raise ValueError(f"image {index}: shape {shape}; must be [{spec.channels}, H, W]")
-    if any(side < size or side % size or side > longest for side in shape[1:]):
-        raise ValueError(
-            f"image {index}: {shape[1]} x {shape[2]} pixels; both must be multiples of {size}, "
-            f"from {size} to {longest}"
-        )
+    if problem := unfit(spec, image.shape):
+        raise ValueError(f"image {index}: {problem}")
     if image.dtype.kind != "f":
         raise ValueError(f"image {index}: dtype {image.dtype}; must be normalised floats")
     with np.errstate(over="ignore"):  # found as an infinity below

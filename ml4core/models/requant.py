@@ -75,6 +75,17 @@ def formats_after(report: TensorReport) -> frozenset[str]:
     )
 
 
+def nbytes_after(report: TensorReport) -> int:
+    """Bytes of the tensors that the decoder reads, once experts in FP8 are converted."""
+    found = report.nbytes
+    for stem, matrix in report.matrices.items():
+        if matrix.format in SOURCES and is_expert(stem):
+            rows, columns = matrix.shape
+            found += rows * (columns // BLOCKS[TARGET].packed + columns // mxfp4.GROUP)
+            found -= matrix.nbytes
+    return found
+
+
 def wants(matrices: Iterable[Iterable[Matrix]]) -> bool:
     """Whether a stack of experts is to be converted: all of it is FP8, or nothing. Raises
     CheckpointError for a stack of several formats with FP8 among them.

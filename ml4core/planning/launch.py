@@ -18,6 +18,7 @@ from ml4core.engine import resolve as resolving
 from ml4core.engine import switches
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
+from ml4core.engine.image_limits import image_limit
 from ml4core.engine.speculative_config import refusals as draft_refusals
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.hub import is_local, resolve_model
@@ -52,7 +53,8 @@ class Launch:
     Attributes:
         choice: the backend and its devices; None if there are none.
         deployment: None where no device or no model is known to judge by.
-        plan: None there, too, and where the model can't be planned with these flags.
+        plan: None there, too, where the model can't be planned with these flags, and with a private
+            cache layout, of which the opened session alone knows the bytes.
         refusals: every reason against it, sorted.
         what: what is refused.
     """
@@ -91,11 +93,14 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
     options = PlanOptions(fp8=capabilities.defaults.get("fp8", PlanOptions.fp8))
     made = None
     try:
-        made = make_plan(model, args, options)
+        if not has_private_layout(args, capabilities):
+            made = make_plan(model, args, options)
     except ArgumentsError as error:  # a reason beside the others
         parts = (text.partition(": ") for text in error.problems)
         found += (Refusal("core", flag, text) for flag, _, text in parts)
     spec = model.spec if args.speculative_config else replace(model.spec, draft=None, taps=())
+    if not image_limit(args.limit_mm_per_prompt):
+        spec = replace(spec, vision=None)
     deployment = _deployment(args, spec, model, device, capabilities)
     experts = {lot.format for lot in model.table.lots if lot.role in EXPERT_ROLES}
     found += resolving.layout_refusals(deployment)
@@ -111,6 +116,13 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
     except Refused as refused:
         found += (one for one in refused.refusals if _FLAGS.get(one.subject) not in told)
     return Launch(choice, deployment, made, tuple(sorted(set(found))), what)
+
+
+def has_private_layout(args: EngineArgs, capabilities: Capabilities) -> bool:
+    """Whether a cache has a layout of the backend's own."""
+    kv = resolving.kv_layout_id(args, capabilities)
+    index = resolving.index_layout_id(args, capabilities, kv)
+    return any(id.startswith(resolving.PRIVATE) for id in (kv, index))
 
 
 def _deployment(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ml4core.api import LayerSpec, ModelSpec
+from ml4core.engine.image_limits import KEPT_ROWS
 from ml4core.planning.ranks import Ranks
 
 GIB = 2**30
@@ -72,7 +73,8 @@ def estimate(
         f"at most {SCORES / GIB:g} GiB",
         "taps": f"{rows:,} rows x {len(spec.taps)} x {hidden:,} x {b} B",
         "logits": f"2 x {logits:,} rows x {spec.vocab_size:,} x 4 B",
-        "images": f"patches of one image x (4 x width + 3 x feed-forward width) x {b} B",
+        "images": f"patches of one image x (4 x width + 3 x feed-forward width) x {b} B, and "
+        f"{KEPT_ROWS:,} embeddings x {hidden:,} x {b} B",
         "graphs": "a constant",
         "runtime": "a constant",
     }
@@ -100,4 +102,5 @@ def _images(spec: ModelSpec, value_bytes: int) -> int:
     if vision is None:
         return 0
     side = -(-vision.image_size // vision.cell_size) * vision.spatial_merge_size
-    return side * side * (4 * vision.hidden_size + 3 * vision.ffn_width) * value_bytes
+    encoding = side * side * (4 * vision.hidden_size + 3 * vision.ffn_width)
+    return (encoding + KEPT_ROWS * spec.hidden_size) * value_bytes

@@ -20,9 +20,16 @@ if TYPE_CHECKING:
 
 KEPT = 64
 """Compiled forms that are kept: those used last."""
+MAX_SYMBOLS = 20_000
+MAX_FUEL = 200_000
+"""Limits of llguidance: symbols of a grammar, and work on its expressions. The time to compile
+grows with the square of a schema's properties: these allow some 2,000, which take about a second.
+"""
 
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _NUMBERED = re.compile(r"\d+ \|")
+_SLASH = re.compile(r"\\.|/", re.DOTALL)
+"""A slash, or an escaped character, which may be one and stays as it is."""
 
 WHITESPACE = r"( |\n[ \t]{0,40})"
 """Between the parts of JSON: none, a blank, or a new line with its indentation. Without a limit a
@@ -41,6 +48,7 @@ class LLGrammars:
         self._library: Any = None
         self._table: Any = None
         self._executor: Any = None
+        self._limits: Any = None
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     def prepare(self) -> None:
@@ -62,8 +70,10 @@ class LLGrammars:
         drafted: list[tuple[Any, int, list[int]]] = []
         for matcher, row, drafts in work:
             assert isinstance(matcher, _LLMatcher)
-            if drafts:
-                drafted.append((matcher.inner, row, list(drafts)))
+            # A model may have ids that the tokenizer lacks; asked of one, a matcher fails for good.
+            known = list(takewhile(lambda token: token < self._tokenizer.vocab_size, drafts))
+            if known:
+                drafted.append((matcher.inner, row, known))
             else:
                 alone.append((matcher.inner, row))
         # Both run in parallel and without Python's lock.
@@ -79,7 +89,9 @@ class LLGrammars:
             self._open(form.field)
             found = self._compiled.get(key)
             if found is None:
-                found = self._library.LLMatcher(self._table, _grammar(form), log_level=0)
+                found = self._library.LLMatcher(
+                    self._table, _grammar(form), log_level=0, limits=self._limits
+                )
                 if found.is_error():
                     reason = _first_lines(found.get_error())
                     works = "a form that can be compiled"
@@ -100,6 +112,9 @@ class LLGrammars:
             raise RequestError(field, f"can't be served: {error}", works) from error
         self._library = llguidance
         self._executor = llguidance.LLExecutor()
+        self._limits = llguidance.LLParserLimits(
+            max_grammar_size=MAX_SYMBOLS, initial_lexer_fuel=MAX_FUEL
+        )
         self._table = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Table(self._tokenizer)))
 
 
@@ -159,7 +174,7 @@ def _grammar(form: StructuredOutputsParams) -> str:
 
 def _regex(text: str) -> str:
     """As Lark has it between slashes."""
-    return "/" + text.replace("/", r"\/") + "/"
+    return "/" + _SLASH.sub(lambda found: found[0] if len(found[0]) > 1 else r"\/", text) + "/"
 
 
 def _first_lines(text: str) -> str:

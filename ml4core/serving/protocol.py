@@ -1,7 +1,8 @@
 """Bodies of requests, as the OpenAI API and vLLM name their fields.
 
 What is known and would change nothing is taken and dropped; an unknown field is refused, since it
-might change the meaning. Values within a field's type are judged by ``SamplingParams``.
+might change the meaning. Values within a field's type are judged by ``SamplingParams``. Lists are
+read up to their first fault: a body of nothing else is not to cost a thousand times its size.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ml4core.engine.errors import RequestError
 from ml4core.engine.sampling_params import SamplingParams
@@ -35,6 +36,16 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, given: Any) -> Any:
+        """Of a great many fields that aren't known one suffices: each would be an error object."""
+        if not isinstance(given, Mapping) or len(given) <= len(cls.model_fields) + 1:
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        first = next(name for name in given if name not in known)
+        return {name: value for name, value in given.items() if name in known or name == first}
+
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -51,7 +62,7 @@ class StructuredOutputs(Body):
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str] | None, Field(fail_fast=True)] = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -78,13 +89,14 @@ class SamplingFields(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    logit_bias: dict[str, Any] | None = None
+    """Numbers by token id."""
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int] | None, Field(fail_fast=True)] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Annotated[list[int] | None, Field(fail_fast=True)] = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -170,8 +182,8 @@ class ChatRequest(SamplingFields):
     which names the message and the part that is at fault.
     """
 
-    messages: list[dict[str, Any]]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+    tools: Annotated[list[Tool] | None, Field(fail_fast=True)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None

@@ -112,6 +112,10 @@ def test_experts_of_other_ranks(aiter: Fake, monkeypatch: pytest.MonkeyPatch) ->
     found = aiter_experts.fused(x, arranged, weights, ids, 4, 10)
     want = mixed(x, values(w13), values(w2), weights, ids - 4)
     assert far(found, want) < 0.06
+    given = aiter.last("fused_moe")  # a choice more, of an expert that no rank has
+    assert given["topk_ids"].tolist() == [[0, 4, 10], [5, 9, 10]]
+    assert given["topk_weight"][:, 2].tolist() == [0.0, 0.0]
+    assert given["expert_mask"].tolist() == [0] * 4 + [1] * 2 + [0] * 5
     separated = aiter_experts.arrange(w13, w2, "a4w4")
     with pytest.raises(ValueError, match="a8w4"):
         aiter_experts.fused(x, separated, weights, ids, 4, 10)

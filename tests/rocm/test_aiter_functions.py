@@ -6,6 +6,7 @@ import inspect
 import sys
 
 import pytest
+import torch
 
 from ml4core_rocm import aiter_functions
 
@@ -40,6 +41,32 @@ def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiter.mla", None)
     (reason,) = aiter_functions.refusals(["mla_decode_fwd"])
     assert "aiter.mla can't be imported" in reason.reason
+
+
+NORM = "rmsnorm2d_fwd(Tensor input, Tensor weight, float epsilon, SymInt sensitive=0) -> Tensor"
+
+
+@pytest.mark.parametrize(
+    ("schema", "fault"),
+    [
+        (NORM, ""),
+        (NORM.replace("(", "(Tensor dummy, ", 1), ""),
+        (NORM.replace("input", "x"), "rmsnorm2d_fwd takes x in place 0, where input is given"),
+        ("another(Tensor input) -> Tensor", "rmsnorm2d_fwd doesn't tell what it takes"),
+    ],
+)
+def test_functions_behind_torch_ops_are_told_by_their_schema(
+    monkeypatch: pytest.MonkeyPatch, schema: str, fault: str
+) -> None:
+    """The library wraps its norms and products so: their own signature is (*args, **kwargs)."""
+    install(monkeypatch)
+    import aiter
+
+    monkeypatch.setattr(aiter, "rmsnorm2d_fwd", lambda *args, **kwargs: None)
+    with torch.library._scoped_library("aiter", "FRAGMENT") as library:
+        library.define(schema)
+        found = aiter_functions.refusals(["rmsnorm2d_fwd"])
+    assert [one.reason for one in found] == ([f"aiter 0.1.21: {fault}"] if fault else [])
 
 
 @pytest.mark.parametrize(

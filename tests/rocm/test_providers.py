@@ -199,6 +199,26 @@ def test_what_stands_against_the_assembly_attention(
     assert found["AITER Triton sparse MLA"]  # never bound: what it gives is not the stage
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"kv_lora_rank": 256},
+            "rows of 512 values and 64 of rope, and those of the model have 256",
+        ),
+        ({"rope_dim": 32}, "have 512 and 32"),
+        ({"heads": 192}, "128 heads a rank at most, not 192"),
+        ({"rope_dim": 0, "heads": 128}, ""),
+    ],
+)
+def test_widths_that_the_assembly_attention_has_no_kernel_for(
+    deploy: Deploy, make_layer: Any, aiter: Fake, changes: dict[str, Any], reason: str
+) -> None:
+    """Told before anything runs: its adapter would raise at the first step."""
+    found = told(Stages(deploy(), {AITER: "1"}), make_layer(0, **changes))["AITER MLA"]
+    assert [reason in one for one in found] == ([True] if reason else [])
+
+
 def test_a_library_that_is_not_there_is_named(
     deploy: Deploy, make_layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

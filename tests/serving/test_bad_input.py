@@ -65,6 +65,7 @@ CASES: dict[str, tuple[str, Any, int, str | None, tuple[str, ...]]] = {
     "bias of a word": (TEXT, text(logit_bias={"a": 1}), 400, "logit_bias", ("a", "ids")),
     "bias out of range": (TEXT, text(logit_bias={"99999": 1}), 400, "logit_bias", ("99999",)),
     "stop id": (TEXT, text(stop_token_ids=[-1]), 400, "stop_token_ids", ("-1",)),
+    "stop ids": (TEXT, text(stop_token_ids=[5] * 9000), 400, "stop_token_ids", ("9,000", "8,192")),
     "no allowed id": (TEXT, text(allowed_token_ids=[]), 400, "allowed_token_ids", ("empty",)),
     "usage without stream": (
         *(TEXT, text(stream_options={"include_usage": True}), 400),
@@ -75,8 +76,13 @@ CASES: dict[str, tuple[str, Any, int, str | None, tuple[str, ...]]] = {
         *("stream_options.usage", ("unknown", "include_usage")),
     ),
     "salt": (TEXT, text(cache_salt=""), 400, "cache_salt", ("empty",)),
+    "long salt": (TEXT, text(cache_salt="a" * 1025), 400, "cache_salt", ("1,025", "1,024")),
     "priority": (TEXT, text(priority=1), 400, "priority", ("scheduling_policy",)),
     "request id": (TEXT, text(request_id="a b"), 400, "request_id", ("ASCII",)),
+    "a form": (
+        *(TEXT, text(structured_outputs={"regex": "("}), 400),
+        *("structured_outputs.regex", ("can be compiled",)),
+    ),
     "suffix": (TEXT, text(suffix="end"), 400, "suffix", ("'end'",)),
     "best_of": (TEXT, text(best_of=3), 400, "best_of", ("3",)),
     # B104: how many
@@ -103,6 +109,10 @@ CASES: dict[str, tuple[str, Any, int, str | None, tuple[str, ...]]] = {
         *(CHAT, said("abcd " * 1_000_000), 400),
         *("messages[0].content", ("5,000,000 bytes", "4,095")),
     ),
+    "5 MB in a part": (
+        *(CHAT, said([{"type": "text", "text": "abcd " * 1_000_000}]), 400),
+        *("messages[0].content", ("5,000,000 bytes", "4,095")),
+    ),
     "empty prompt": (TEXT, text(prompt=""), 400, "prompt", ("empty",)),
     "no prompts": (TEXT, text(prompt=[]), 400, "prompt", ("empty",)),
     "an empty one of two": (TEXT, text(prompt=["a", ""]), 400, "prompt[1]", ("empty",)),
@@ -111,6 +121,9 @@ CASES: dict[str, tuple[str, Any, int, str | None, tuple[str, ...]]] = {
     "id out of range": (TEXT, text(prompt=[5, 99999]), 400, "prompt, token 1", ("99999", "8191")),
     "id below zero": (TEXT, text(prompt=[[-1]]), 400, "prompt, token 0", ("-1",)),
     "empty stop": (TEXT, text(stop=[""]), 400, "stop", ("at least one",)),
+    "many stops": (TEXT, text(stop=[str(i) for i in range(65)]), 400, "stop", ("65", "64")),
+    "long stops": (TEXT, text(stop=["a" * 2000] * 3), 400, "stop", ("6,000", "4,096")),
+    "more prompts than places": (TEXT, text(prompt=["a"] * 73), 400, "prompt", ("73", "72")),
     "stop of numbers": (TEXT, text(stop=[1]), 400, "stop[0]", ("1", "string")),
     # log-probabilities
     "top without": (CHAT, chat(top_logprobs=2), 400, "top_logprobs", ("logprobs true",)),

@@ -37,6 +37,14 @@ def test_it_has_every_flag_with_its_default() -> None:
         assert default == (shown or str(flag.default)), name
 
 
+def test_its_unit_has_no_comment_behind_a_value() -> None:
+    """systemd takes such a comment for a part of the value."""
+    unit = section("As a service of systemd").split("```")[1]
+    settings = [line for line in unit.splitlines() if "=" in line and not line.startswith("#")]
+    assert len(settings) > 10
+    assert not [line for line in settings if "#" in line]
+
+
 def test_it_has_every_metric(tiny: Any) -> None:
     tiny.post("/v1/completions", {"prompt": "Once upon a", "max_tokens": 8})
     text = tiny.get("/metrics").text

@@ -179,6 +179,7 @@ def test_echo_and_prompt_logprobs(client: openai.OpenAI) -> None:
     assert len(listed.top_logprobs) == len(listed.tokens) == len(listed.text_offset)
     nothing = complete(client, echo=True, logprobs=2, max_tokens=0)
     assert nothing.choices[0].text == "Once upon a"
+    assert nothing.usage.completion_tokens == 0
     assert nothing.choices[0].logprobs.tokens == listed.tokens[:-4]
     assert nothing.choices[0].logprobs.token_logprobs == pytest.approx(
         listed.token_logprobs[:-4], abs=1e-4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,8 +76,8 @@ def test_a_server_that_does_not_read_stops_nothing(ends: Any) -> None:
 
 def test_a_server_that_goes_is_noticed(ends: Any) -> None:
     channel, server = ends
-    server.sendall(frame(Abort(3)))
-    assert list(channel.receive(wait=True)) == [Abort(3)]
+    server.sendall(frame(Abort(3)) + frame([Abort(4), Abort(5)]))
+    assert list(channel.receive(wait=True)) == [Abort(3), Abort(4), Abort(5)]
     assert list(channel.receive(wait=False)) == []
     server.close()
     with pytest.raises(ChannelClosedError):
@@ -109,6 +110,60 @@ def run(body: Any) -> None:
             await body
 
     asyncio.run(limited())
+
+
+def test_an_end_that_meets_its_abort_counts_once() -> None:
+    """A stop string ends an answer here while the engine ends it there; the others go on."""
+
+    def made(index: int, reason: str | None) -> bytes:
+        output = (0, index, [5], reason, 1, 0, 1, None, None, None)
+        return frame(Made([output], [], None, 1))
+
+    async def body() -> None:
+        link, box = EngineLink(), Inbox()
+        assert link.submit(box, 0, [1], SamplingParams(n=2)) == 0
+        link.abort(0, 0)
+        assert link.open_sequences == 1
+        link.data_received(made(0, "length"))
+        assert link.open_sequences == 1
+        link.abort(0, 0)
+        assert link.open_sequences == 1
+        link.data_received(made(1, None) + made(1, "length"))
+        assert link.open_sequences == 0
+        assert [news.output.index for news in await box.next()] == [0, 1, 1]
+
+    run(body())
+
+
+def test_what_requests_share_is_sent_once() -> None:
+    async def body() -> None:
+        link, written = EngineLink(), []
+        link._transport = SimpleNamespace(  # type: ignore[assignment]
+            write=written.append, is_closing=lambda: False
+        )
+        params = SamplingParams(logit_bias={i: 0.5 for i in range(5000)})
+        for place in range(100):
+            link.submit(Inbox(), place, [1], params)
+        await asyncio.sleep(0)
+        (whole,) = written
+        assert len(whole) < 2 * len(frame(params))
+        (found,) = Frames().feed(whole)
+        assert [(add.id, add.params) for add in found] == [(i, params) for i in range(100)]
+
+    run(body())
+
+
+@pytest.mark.parametrize(("code", "told"), [(-9, "SIGKILL"), (-35, "signal 35"), (3, "code 3")])
+def test_what_ended_a_process_is_told(code: int, told: str) -> None:
+    async def body() -> None:
+        link, box = EngineLink(), Inbox()
+        link._process = SimpleNamespace(wait=lambda seconds: code)  # type: ignore[assignment]
+        link.submit(box, 0, [1], SamplingParams())
+        link.connection_lost(None)
+        with pytest.raises(EngineGoneError, match=told):
+            await box.next()
+
+    run(body())
 
 
 @pytest.mark.multiprocess

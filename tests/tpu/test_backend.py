@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from ml4core.api import Deployment, Device, ModelSpec, Refused
-from ml4core_tpu import ml4core_refusals
+from ml4core_tpu import aot_cases, ml4core_refusals
 from ml4core_tpu.backend import TpuBackend
 from ml4core_tpu.capabilities import capabilities
 from ml4core_tpu.layouts import LANE33, TILES, TILES_NOPE
@@ -86,3 +86,20 @@ def test_a_real_device_is_refused_where_there_is_none(deployment: Deployment) ->
 
 def test_each_runtime_is_told_of() -> None:
     assert set(runtime_reasons()) == {"jax", "torch_xla", "torch_tpu"}
+
+
+def test_programs_are_compiled_at_the_published_widths(published: ModelSpec) -> None:
+    layers = [layer for layer in published.layers if layer.moe and layer.rope_dim]
+    (widths,) = {
+        (one.hidden_size, one.heads, one.kv_lora_rank, one.rope_dim, one.moe.experts,
+         one.moe.expert_width, one.moe.shared_width)
+        for one in layers
+        if one.moe
+    }  # fmt: skip
+    width = aot_cases.EXPERT_WIDTH
+    assert widths == (
+        aot_cases.HIDDEN, aot_cases.HEADS, aot_cases.LATENT, aot_cases.ROPE, aot_cases.EXPERTS,
+        width, width,
+    )  # fmt: skip
+    indexers = {(one.indexer.heads, one.indexer.topk) for one in layers if one.indexer}
+    assert indexers == {(aot_cases.INDEX_HEADS, aot_cases.TOPK)}

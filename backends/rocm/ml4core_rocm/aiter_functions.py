@@ -1,6 +1,7 @@
 """The functions of AITER that adapters call, and whether the installed release has them so.
 
-A call by place and name is checked against the function's own signature when a session opens:
+A call by place and name is checked against the function's own signature, or that of the torch op
+that it stands behind, when a session opens:
 releases differ in order, names and what they can do, and a wrong order gives wrong numbers, no
 error. ``aiter`` itself is imported by the check and by ``load`` only.
 """
@@ -162,7 +163,38 @@ def _fault(function: Function) -> str:
     call = getattr(module, function.name, None)
     if call is None:
         return f"{function.module} has no {function.name}"
-    return mismatch(function, inspect.signature(call))
+    signature = _signature(function.name, call)
+    if signature is None:
+        return f"{function.name} doesn't tell what it takes"
+    return mismatch(function, signature)
+
+
+def _signature(name: str, call: Callable[..., Any]) -> inspect.Signature | None:
+    """What a function takes. Some stand behind a torch op of their name, with a wrapper that takes
+    anything: of these the op's schema tells. None where nothing does.
+    """
+    found = inspect.signature(call)
+    anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    if {one.kind for one in found.parameters.values()} != anything:
+        return found
+    import torch
+
+    op = getattr(torch.ops.aiter, name, None)
+    if op is None:
+        return None
+    arguments = list(op.default._schema.arguments)
+    if arguments and arguments[0].name == "dummy":  # of functions that don't begin with a tensor
+        del arguments[0]
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                one.name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=one.default_value if one.has_default_value() else inspect.Parameter.empty,
+            )
+            for one in arguments
+        ]
+    )
 
 
 def mismatch(function: Function, signature: inspect.Signature) -> str:

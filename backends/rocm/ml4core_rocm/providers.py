@@ -19,6 +19,8 @@ OURS = "triton"
 _SOURCE = "rocm"
 TOPK, CHUNK = 2048, 256
 """Keys that its top-k keeps, and those of a chunk of its paged scores."""
+LATENT, ROPE, HEADS = 512, 64, 128
+"""Values of the rows that its attention reads, and the most heads of a rank."""
 _UNIT = 256
 """What MXFP4 experts' widths are multiples of there."""
 
@@ -69,6 +71,16 @@ def _mla(layer: LayerSpec | None, deployment: Deployment, switches: Switches) ->
     name, arch = "AITER MLA", deployment.device.arch
     if layer is not None and layer.topk_source is None:
         yield Refusal(_SOURCE, name, "its sparse decoding serves layers that choose their keys")
+    if layer is not None:
+        if layer.kv_lora_rank != LATENT or layer.rope_dim not in (0, ROPE):
+            reason = (
+                f"it reads rows of {LATENT} values and {ROPE} of rope, and those of the model have "
+                f"{layer.kv_lora_rank} and {layer.rope_dim}"
+            )
+            yield Refusal(_SOURCE, name, reason, OURS)
+        if layer.heads > HEADS:
+            reason = f"it attends with {HEADS} heads a rank at most, not {layer.heads}"
+            yield Refusal(_SOURCE, name, reason, "a greater --tensor-parallel-size")
     native = "e4m3" if FLAVOUR.get(arch) == "e4m3fn" else "e4m3fnuz"
     if deployment.kv_layout not in ("bf16", native):
         reason = f"on {arch} it reads rows of bf16 or {native}, not of {deployment.kv_layout}"

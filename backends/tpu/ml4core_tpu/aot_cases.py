@@ -12,7 +12,7 @@ from typing import Any
 from ml4core_tpu.aot import Case
 
 HIDDEN, HEADS, LATENT, ROPE = 6144, 64, 512, 64
-INDEX_HEADS, TOPK, EXPERTS, EXPERT_WIDTH = 64, 2048, 128, 2048
+INDEX_HEADS, TOPK, EXPERTS, EXPERT_WIDTH = 32, 2048, 128, 6144
 TENSOR, DEVICES = 8, 32
 PAGE, PAGES, CONTEXT_PAGES = 256, 1024, 128
 """Tokens a page, pages of a pool, and pages of a request: 32,768 tokens."""
@@ -154,7 +154,7 @@ def _topk(rows: int) -> Case:
 def _product(rows: int) -> Case:
     from ml4core_tpu.kernels.fp8_matmul import fp8_matmul
 
-    columns = HIDDEN // TENSOR * 4
+    columns = 2 * EXPERT_WIDTH // TENSOR  # gate and up of the shared expert
     return Case(
         f"fp8_matmul/{rows} rows",
         fp8_matmul,
@@ -199,7 +199,7 @@ def _experts(rows: int, format: str) -> Case:
         ),
         {"fp4": fp4, "target": "tpu"},
         held + rows * HIDDEN * 4,
-        2 * rows * 4 * 3 * HIDDEN * EXPERT_WIDTH // TENSOR,
+        2 * rows * 4 * 3 * HIDDEN * EXPERT_WIDTH // DEVICES,  # of its share of the choices
     )
 
 

@@ -24,11 +24,21 @@ Lookup = Callable[[str, int], list[str]]
 """Addresses of a host."""
 
 
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""What of IPv6 is assigned to the open internet; NAT64 leads to the IPv4 address in it."""
+
+
 def public(address: str) -> bool:
     """Whether an address is of the open internet: no private, local or special range."""
     found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-        found = found.ipv4_mapped
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour
+        if found in _NAT64:
+            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+        if inner is None:
+            return found in _UNICAST and found.is_global
+        found = inner
     return found.is_global and not found.is_multicast
 
 
@@ -129,7 +139,13 @@ class _Pinned(http.client.HTTPConnection):
         self.sock = socket.create_connection((self._address, self.port), self.timeout)
         if self._secure:
             context = ssl.create_default_context()
-            self.sock = context.wrap_socket(self.sock, server_hostname=self.host)
+            wrapped = context.wrap_socket(
+                self.sock, server_hostname=self.host, do_handshake_on_connect=False
+            )
+            self.sock = wrapped  # where ``cut`` finds it
+            wrapped.do_handshake()
+        if self.was_cut:  # before there was anything to cut
+            raise TimeoutError
 
     def cut(self) -> None:
         """Ends whatever waits for it. May be called in any thread."""

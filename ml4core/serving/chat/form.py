@@ -29,7 +29,8 @@ class AnswerForms:
     def of(
         self, request: ChatRequest, tools: ToolUse, reasons: bool
     ) -> StructuredOutputsParams | None:
-        """None where any text may come. ``reasons``: the answer may begin with reasoning.
+        """None where any text may come, and for a form that the request itself gives, which is
+        checked. ``reasons``: the answer may begin with reasoning.
 
         Raises ``RequestError`` that names the schema which can't be compiled.
         """
@@ -38,12 +39,20 @@ class AnswerForms:
         if given and (schema is not None or tools.choice == "required"):
             other = "tool_choice" if schema is None else "response_format"
             raise RequestError("structured_outputs", "given", f"none beside {other}")
-        if given or (schema is None and not tools.constrains):
+        if request.structured_outputs is not None:
+            self._compiler.check(request.structured_outputs.params())
             return None
-        if schema is not None and not (reasons or tools.tools):
-            form = StructuredOutputsParams(json=schema)
-        else:
-            form = StructuredOutputsParams(grammar=self._grammar(schema, tools, reasons))
+        if schema is None and not tools.constrains:
+            return None
+        try:
+            if schema is not None and not (reasons or tools.tools):
+                form = StructuredOutputsParams(json=schema)
+            else:
+                form = StructuredOutputsParams(grammar=self._grammar(schema, tools, reasons))
+        except RequestError as error:  # too long
+            raise RequestError(
+                "tools" if schema is None else _SCHEMA, error.value, error.remedy
+            ) from error
         try:
             self._compiler.check(form)
         except RequestError as error:
@@ -105,5 +114,7 @@ def _schema(format: ResponseFormat | None) -> str | None:
         return '{"type":"object"}'
     if format.json_schema is None or format.json_schema.schema_ is None:
         raise RequestError(_SCHEMA, "missing", "a JSON schema")
+    if isinstance(format.json_schema.schema_, bool):
+        raise RequestError(_SCHEMA, format.json_schema.schema_, "a JSON schema: an object")
     check_schema(format.json_schema.schema_, _SCHEMA)
     return dumped(format.json_schema.schema_)

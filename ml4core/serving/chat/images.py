@@ -18,6 +18,8 @@ MAX_BYTES = 20 * 2**20
 """Of an image's file."""
 MAX_PIXELS = 64_000_000
 """Of an image: a small file may hold a great many."""
+MAX_REQUEST_PIXELS = 256_000_000
+"""Of all images of a request, which are held together: three bytes each."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 
 SCHEMES = "data:image/...;base64,..."
@@ -39,18 +41,22 @@ class ImageReader:
         domains: tuple[str, ...] = (),
         folder: str | None = None,
         fetch: Fetcher | None = None,
+        max_pixels: int = MAX_REQUEST_PIXELS,
     ) -> None:
         """
         Args:
             limit: images of the request at most.
             domains: hosts that images may be fetched from, over http and https.
             folder: whose files may be named.
+            max_pixels: of all images of the request.
         """
         self._limit = limit
         self._domains = domains
         self._folder = folder
         self._fetch = fetch or Fetcher(MAX_BYTES)
         self._count = 0
+        self._pixels_left = max_pixels
+        self._max_pixels = max_pixels
 
     def __call__(self, part: Mapping[str, Any], name: str) -> Any:
         self._count += 1
@@ -65,12 +71,21 @@ class ImageReader:
             given, field = given.get("url"), f"{field}.url"
         if not isinstance(given, str) or not given:
             raise RequestError(field, given, SCHEMES)
-        return decode_image(self._bytes(given, field), field)
+        image = decode_image(self._bytes(given, field), field)
+        self._pixels_left -= image.width * image.height
+        if self._pixels_left < 0:
+            found = f"{self._max_pixels - self._pixels_left:,} pixels up to here"
+            raise RequestError(field, found, f"at most {self._max_pixels:,} in a request")
+        return image
 
     def _bytes(self, url: str, field: str) -> bytes:
         scheme = url.partition(":")[0].lower()
         if scheme == "data":
             return _data(url, field)
+        try:
+            urlsplit(url)
+        except ValueError as error:
+            raise RequestError(field, f"{url[:100]}: {error}", SCHEMES) from error
         if scheme in ("http", "https"):
             return self._remote(url, field)
         if scheme == "file":
@@ -90,7 +105,10 @@ class ImageReader:
             works = f"{SCHEMES}; {_FOLDER} allows files"
             raise RequestError(field, "a file", works)
         split, root = urlsplit(url), Path(self._folder).resolve()
-        path = Path(unquote(split.path)).resolve()  # links are followed before they are judged
+        named = unquote(split.path)
+        if "\0" in named:
+            raise RequestError(field, url[:200], f"a file below {root}")
+        path = Path(named).resolve()  # links are followed before they are judged
         if split.netloc not in ("", "localhost") or not path.is_relative_to(root):
             raise RequestError(field, url[:200], f"a file below {root}")
         try:

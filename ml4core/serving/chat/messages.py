@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from ml4core.engine.errors import RequestError
@@ -199,25 +200,30 @@ def _check_order(messages: Sequence[Mapping[str, Any]]) -> None:
 
 def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:
     """Each result answers one call of the assistant's message before it, and each call has one."""
-    open_ids: list[str] = []
+    open_ids: dict[str, None] = {}  # in order
     for i, message in enumerate(messages):
         if message["role"] == "tool":
             name, found = f"messages[{i}].tool_call_id", message["tool_call_id"]
             if found not in open_ids:
-                works = (
-                    f"the id of a call without a result: {', '.join(open_ids) or 'none is open'}"
-                )
+                works = f"the id of a call without a result: {_some(open_ids) or 'none is open'}"
                 raise RequestError(name, found, works)
-            open_ids.remove(found)
+            del open_ids[found]
         elif open_ids and message["role"] != "system":
-            works = f"a message of role tool for {', '.join(open_ids)} first"
+            works = f"a message of role tool for {_some(open_ids)} first"
             raise RequestError(f"messages[{i}].role", message["role"], works)
         if message["role"] == "assistant":
-            open_ids = [call["id"] for call in message.get("tool_calls") or ()]
-            for j, one in enumerate(open_ids):
-                if one in open_ids[:j]:
+            open_ids = {}
+            for j, call in enumerate(message.get("tool_calls") or ()):
+                if (one := call["id"]) in open_ids:
                     raise RequestError(f"messages[{i}].tool_calls[{j}].id", one, "ids that differ")
+                open_ids[one] = None
     if open_ids:
         last = len(messages) - 1
-        works = f"a message of role tool for {', '.join(open_ids)} behind it"
+        works = f"a message of role tool for {_some(open_ids)} behind it"
         raise RequestError(f"messages[{last}]", "the last one, with calls open", works)
+
+
+def _some(ids: Collection[str]) -> str:
+    """The first of them, for a message."""
+    rest = f" and {len(ids) - 4:,} more" if len(ids) > 4 else ""
+    return ", ".join(one[:64] for one in islice(ids, 4)) + rest

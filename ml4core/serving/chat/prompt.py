@@ -49,6 +49,10 @@ class ChatTemplate:
         """Does what the first request would else wait for."""
         self._grammars.prepare()
 
+    def check_form(self, form: StructuredOutputsParams) -> None:
+        """Raises ``RequestError`` for a form that can't be compiled."""
+        self._grammars.check(form)
+
     def encode(
         self,
         request: ChatRequest,
@@ -111,6 +115,9 @@ class ChatTemplate:
         encode = self.tokenizer.mistral.encode_chat_completion
         try:
             found = encode(ChatCompletionRequest(**fields))
+        except RecursionError as error:
+            works = "arguments of fewer levels"
+            raise RequestError("messages", "a call nested too deep", works) from error
         except (MistralCommonException, ValueError, TypeError, AssertionError) as error:
             text = str(error).strip().splitlines() or [type(error).__name__]
             works = f"a chat that the {self.tokenizer.version} template allows"

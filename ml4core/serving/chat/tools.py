@@ -12,6 +12,7 @@ from ml4core.engine.errors import RequestError
 from ml4core.serving.protocol import ChatRequest, NamedToolChoice
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+MAX_TOOLS = 1024
 
 Choice = Literal["none", "auto", "required"]
 
@@ -57,13 +58,17 @@ class OfferedTool:
 def read_tools(request: ChatRequest) -> ToolUse:
     """Raises ``RequestError`` for tools or a choice that can't be."""
     offered: list[OfferedTool] = []
+    names: set[str] = set()
+    if request.tools is not None and len(request.tools) > MAX_TOOLS:
+        raise RequestError("tools", f"{len(request.tools):,} tools", f"at most {MAX_TOOLS:,}")
     for i, tool in enumerate(request.tools or ()):
         function, where = tool.function, f"tools[{i}].function"
         if NAME.fullmatch(function.name) is None:
             works = "1 to 64 letters, digits, _ and -"
             raise RequestError(f"{where}.name", function.name, works)
-        if any(function.name == other.name for other in offered):
+        if function.name in names:
             raise RequestError(f"{where}.name", function.name, "names that differ")
+        names.add(function.name)
         parameters = function.parameters or {"type": "object", "properties": {}}
         if parameters.get("type", "object") != "object":
             works = "object, since a call's arguments are one"

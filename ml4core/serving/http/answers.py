@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -20,6 +21,8 @@ from ml4core.serving.process.inbox import EngineGoneError
 CLIENT_GONE = 499
 """The status of what nobody reads, for the log."""
 DONE = b"data: [DONE]\n\n"
+
+_LOG = logging.getLogger("ml4core.serving")
 
 
 class Form(Protocol):
@@ -110,8 +113,11 @@ class EventStream(Response):
                 end = DONE
             except ClientGoneError:
                 return
-            except ApiError as error:  # 200 has been said
-                end = b"data: " + errors.body(error) + b"\n\n" + DONE
+            except Exception as error:  # 200 has been said
+                if not isinstance(error, ApiError):
+                    fields = {"id": scope.get("ml4core.id")}
+                    _LOG.exception("a stream failed", extra={"fields": fields})
+                end = b"data: " + errors.body(errors.told(error)) + b"\n\n" + DONE
             await _write(send, end, more=False)
         finally:
             note(scope, exchange)

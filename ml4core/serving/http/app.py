@@ -15,7 +15,7 @@ from ml4core import __version__
 from ml4core.engine.errors import RequestError
 from ml4core.serving.http import body as bodies
 from ml4core.serving.http import errors, status, tokens
-from ml4core.serving.http.answers import CLIENT_GONE, JsonAnswer, answer
+from ml4core.serving.http.answers import CLIENT_GONE, answer
 from ml4core.serving.http.chats import open_chat
 from ml4core.serving.http.completions import CompletionRequest, open_completion
 from ml4core.serving.http.errors import ApiError, ClientGoneError
@@ -91,11 +91,11 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         given, size = await self._decoded(request)
-        return JsonAnswer(await tokens.tokenize(self._service, given, size))
+        return await self._service.read(size, lambda: tokens.tokenize(self._service, given))
 
     async def detokenize(self, request: Request) -> Response:
         given, size = await self._decoded(request)
-        return JsonAnswer(await tokens.detokenize(self._service, given, size))
+        return await self._service.read(size, lambda: tokens.detokenize(self._service, given))
 
     async def _decoded(self, request: Request) -> tuple[Any, int]:
         raw = await bodies.read(request, self._service.server.max_request_bytes)

@@ -116,10 +116,10 @@ async def open_chat(
     check_salt(request.cache_salt)
     check_streaming(request)
     formed = request.response_format or request.structured_outputs or request.tools
-    parts = any(isinstance(message.get("content"), list) for message in request.messages)
+    images = any(_has_image(message.get("content")) for message in request.messages)
     # A form is compiled, and images are decoded, which may take as long as a long text.
-    long = formed or parts
-    prompt = await service.read(LONG if long else size, lambda: _encode(service, request))
+    long = LONG if formed or images else size
+    prompt = await service.read(long, lambda: _encode(service, request), images=images)
     field, limit = _limit(request)
     chosen: dict[str, Any] = {
         "max_tokens": service.limited("messages", prompt.token_ids, limit, None, field),
@@ -147,10 +147,18 @@ async def open_chat(
     return Exchange(service, [job], form.choices), form
 
 
+def _has_image(content: object) -> bool:
+    parts = content if isinstance(content, list) else ()
+    return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
+
+
 def _encode(service: Service, request: ChatRequest) -> ChatPrompt:
     for i, message in enumerate(request.messages):
-        if isinstance(content := message.get("content"), str):
-            service.check_size(f"messages[{i}].content", len(content))
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        length = sum(len(text) for text in texts if isinstance(text, str))
+        service.check_size(f"messages[{i}].content", length)
     return service.template.encode(request, service.image_reader())
 
 

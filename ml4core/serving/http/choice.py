@@ -87,8 +87,10 @@ class Choice:
         return stream.finish_reason is not None and output.finish_reason is None
 
     def told(self) -> Piece:
-        """What came since the last call."""
-        piece, self._piece = self._piece, Piece()
+        """What came since the last call. What is not worth a chunk is told with what follows."""
+        piece = self._piece
         piece.content = "".join(self._content)
         self._content.clear()
+        if piece:
+            self._piece = Piece()
         return piece

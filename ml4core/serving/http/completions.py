@@ -11,7 +11,7 @@ from ml4core.models.errors import shown
 from ml4core.serving.http import logprobs
 from ml4core.serving.http.choice import Choice, Piece
 from ml4core.serving.http.exchange import Exchange, Job
-from ml4core.serving.http.plain_stream import PlainStream
+from ml4core.serving.http.plain_stream import EmptyStream, PlainStream
 from ml4core.serving.http.requests import (
     Header,
     check_salt,
@@ -19,7 +19,7 @@ from ml4core.serving.http.requests import (
     common_job,
     logprob_limit,
 )
-from ml4core.serving.http.service import Service
+from ml4core.serving.http.service import LONG, Service
 from ml4core.serving.protocol import SamplingFields
 
 DEFAULT_MAX_TOKENS = 16
@@ -52,14 +52,11 @@ class CompletionForm:
         self._echo = bool(request.echo)
         self._prompt_logprobs = request.prompt_logprobs is not None
         self._ids = bool(request.return_token_ids)
-        self._nothing = request.max_tokens == 0
         self.prompts: list[Prompt] = []
         self._lengths: dict[int, int] = {}  # choice -> characters told
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         prompt = self.prompts[choice.place]
-        if self._nothing:
-            piece = Piece(finish_reason="length")
         told = self._told(choice, piece, first=True)
         if self._prompt_logprobs:
             told["prompt_logprobs"] = logprobs.of_prompt(self._tokenizer, self._entries(choice))
@@ -136,26 +133,32 @@ async def open_completion(
     if request.max_tokens == 0 and (not request.echo or header.stream):
         raise RequestError("max_tokens", 0, "1 or above; 0 with echo and without stream")
     prompts = await service.read(size, lambda: read_prompts(service, request))
+    if request.structured_outputs is not None:  # here, since the engine has others to serve
+        structured = request.structured_outputs.params()
+        await service.read(LONG, lambda: service.template.check_form(structured))
     form = CompletionForm(header, service, request)
     form.prompts = prompts
+    kind = EmptyStream if request.max_tokens == 0 else PlainStream
     jobs: list[Job] = []
     choices: list[Choice] = []
+    made: dict[int, SamplingParams] = {}  # by the limit: all that prompts may differ in
     for place, prompt in enumerate(prompts):
         name = "prompt" if len(prompts) == 1 else f"prompt[{place}]"
-        params = _params(service, request, name, prompt.ids)
+        asked = request.max_tokens or None
+        limit = service.limited(name, prompt.ids, asked, DEFAULT_MAX_TOKENS, "max_tokens")
+        if limit not in made:
+            made[limit] = _params(service, request, limit)
+        params = made[limit]
         jobs.append(common_job(service, request, prompt.ids, params))
         for index in range(params.n):
-            stream = PlainStream(service.tokenizer, params)
+            stream = kind(service.tokenizer, params)
             choice = Choice(place * params.n + index, place, stream)
             prompt.choices.append(choice)
             choices.append(choice)
     return Exchange(service, jobs, choices), form
 
 
-def _params(
-    service: Service, request: CompletionRequest, name: str, ids: list[int]
-) -> SamplingParams:
-    limit = service.limited(name, ids, request.max_tokens or None, DEFAULT_MAX_TOKENS, "max_tokens")
+def _params(service: Service, request: CompletionRequest, limit: int) -> SamplingParams:
     chosen: dict[str, Any] = {"max_tokens": 1 if request.max_tokens == 0 else limit}
     logprob_limit(service, "logprobs", request.logprobs)
     logprob_limit(service, "prompt_logprobs", request.prompt_logprobs)

@@ -57,25 +57,29 @@ def of_engine(error: EngineGoneError) -> ApiError:
 def body(error: ApiError) -> bytes:
     """The JSON of an error."""
     kind = "server_error" if error.status >= 500 else _TYPES.get(error.status)
-    told = {
+    entry = {
         "message": str(error),
         "type": kind or "invalid_request_error",
         "param": error.param,
         "code": error.code,
     }
-    return json.dumps({"error": told}).encode()  # escapes: half a surrogate pair is no UTF-8
+    return json.dumps({"error": entry}).encode()  # escapes: half a surrogate pair is no UTF-8
+
+
+def told(error: Exception) -> ApiError:
+    """What a client is told of an error."""
+    if isinstance(error, RequestError):
+        return of_request(error)
+    if isinstance(error, EngineGoneError):
+        return of_engine(error)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, ApiError):
+        return error
+    return ApiError(500, f"{type(error).__name__}: a fault of the server; see its log")
 
 
 def answer(error: Exception) -> Response:
-    """What a client is told of an error."""
-    if isinstance(error, RequestError):
-        told = of_request(error)
-    elif isinstance(error, EngineGoneError):
-        told = of_engine(error)
-    elif isinstance(error, HTTPException):
-        told = ApiError(error.status_code, str(error.detail), headers=error.headers)
-    elif isinstance(error, ApiError):
-        told = error
-    else:
-        told = ApiError(500, f"{type(error).__name__}: a fault of the server; see its log")
-    return Response(body(told), told.status, told.headers, "application/json")
+    """The same, as an answer."""
+    found = told(error)
+    return Response(body(found), found.status, found.headers, "application/json")

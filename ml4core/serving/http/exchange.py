@@ -46,7 +46,7 @@ class Exchange:
     """
 
     def __init__(self, service: Service, jobs: Sequence[Job], choices: Sequence[Choice]) -> None:
-        """Raises ``ApiError`` if they can't be taken now."""
+        """Raises ``ApiError`` if they can't be taken now, ``RequestError`` if never."""
         service.admit(len(choices))
         self.jobs = jobs
         self.choices = choices

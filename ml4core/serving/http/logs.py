@@ -59,4 +59,5 @@ def _shown(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
-    return str(value)
+    text = str(value)  # a path may hold anything: no line of it may pass for one of the log's
+    return text if text.isprintable() else ascii(text)

@@ -45,3 +45,12 @@ class PlainStream:
             self.finish_reason = reason
             self.stop_reason = None if last == self._unnamed else last
         return Delta(text, tokens=checker.num_tokens - before)
+
+
+class EmptyStream(PlainStream):
+    """Of an answer that was to have no token: the one that the engine made is left out."""
+
+    def push(self, token_ids: Sequence[int], reason: FinishReason | None = None) -> Delta:
+        if reason is not None:
+            self.finish_reason = "length"
+        return Delta()

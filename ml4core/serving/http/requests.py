@@ -18,6 +18,7 @@ from ml4core.serving.protocol import SamplingFields
 
 ID_LENGTH = 128
 """Characters of a request's id that a client may give."""
+SALT_LENGTH = 1024
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ def new_id() -> str:
 def check_salt(salt: str | None) -> None:
     if salt == "":
         raise RequestError("cache_salt", "empty", "a text of at least one character, or none")
+    if salt is not None and len(salt) > SALT_LENGTH:  # each prompt of a request is sent with it
+        works = f"at most {SALT_LENGTH:,}"
+        raise RequestError("cache_salt", f"{len(salt):,} characters", works)
 
 
 def check_streaming(request: SamplingFields) -> None:

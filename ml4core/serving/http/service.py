@@ -34,6 +34,10 @@ T = TypeVar("T")
 LONG = 16384
 """Bytes of a body from which on its text is read in a thread, so that no other request waits."""
 TEXT_THREADS = 2
+IMAGE_THREADS = 2
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 4096
+"""Of all stop strings of a request: each character of an answer is compared with each of them."""
 WARM_UP_SECONDS = 600.0
 """For the first step of all, which may compile."""
 
@@ -70,6 +74,7 @@ class Service:
         self.draining: str | None = None
         self.exchanges: set[Exchange] = set()
         self._threads = ThreadPoolExecutor(TEXT_THREADS, "ml4core-text")
+        self._image_threads = ThreadPoolExecutor(IMAGE_THREADS, "ml4core-image")
         self._seconds = 1.0  # of an answer, about
         self._probe: asyncio.Task[None] | None = None
 
@@ -84,11 +89,14 @@ class Service:
         tokenizer = self.tokenizer
         return max(len(tokenizer.piece(i, False)) for i in range(tokenizer.vocab_size))
 
-    async def read(self, size: int, read: Callable[[], T]) -> T:
-        """Runs what takes long for a long body, in a thread if it is."""
+    async def read(self, size: int, read: Callable[[], T], *, images: bool = False) -> T:
+        """Runs what takes long for a long body, in a thread if it is. ``images``: it may have to
+        wait for a host, and texts are not to wait for that.
+        """
         if size < LONG:
             return read()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, read)
+        threads = self._image_threads if images else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, read)
 
     def image_reader(self) -> ImageReader | None:
         """For the images of one request; None where the engine takes none."""
@@ -157,6 +165,15 @@ class Service:
         most = self.facts.max_num_seqs
         if params.n > most:
             raise RequestError("n", params.n, f"at most {most}: --max-num-seqs")
+        if len(params.stop) > MAX_STOPS:
+            raise RequestError("stop", f"{len(params.stop):,} texts", f"at most {MAX_STOPS}")
+        if (length := sum(map(len, params.stop))) > MAX_STOP_CHARACTERS:
+            works = f"at most {MAX_STOP_CHARACTERS:,} in all"
+            raise RequestError("stop", f"{length:,} characters", works)
+        for field in ("stop_token_ids", "allowed_token_ids"):
+            if len(getattr(params, field) or ()) > (size := self.facts.vocab_size):
+                found = f"{len(getattr(params, field)):,} ids"
+                raise RequestError(field, found, f"at most {size:,}, the vocabulary")
         for field in ("logprobs", "prompt_logprobs"):
             count = getattr(params, field)
             if count is not None and count > self.server.max_logprobs:
@@ -164,10 +181,15 @@ class Service:
                 raise RequestError(field, count, works)
 
     def admit(self, answers: int) -> None:
-        """Raises ``ApiError`` if no more requests are taken, or too many wait."""
+        """Raises ``ApiError`` if no more requests are taken, or too many wait; ``RequestError``
+        for more answers than there are places.
+        """
         if self.trouble is not None:
             raise ApiError(503, self.trouble, code="unavailable", headers={"Retry-After": "5"})
         running, queue = self.facts.max_num_seqs, self.server.max_queue
+        if answers > running + queue:  # to come again would be no use
+            works = f"at most {running + queue}: --max-num-seqs that run, --max-queue that wait"
+            raise RequestError("prompt", f"{answers} answers", works)
         waiting = self.link.open_sequences - running
         if waiting + answers > queue:
             seconds = math.ceil(max(1.0, min(60.0, self._seconds * (waiting / running))))
@@ -210,4 +232,5 @@ class Service:
             self.link.abort(number)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._image_threads):
+            threads.shutdown(wait=False, cancel_futures=True)

@@ -1,10 +1,13 @@
-"""``/tokenize`` and ``/detokenize``."""
+"""``/tokenize`` and ``/detokenize``: for a long text all of it takes long, its JSON too."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ml4core.engine.errors import RequestError
+from ml4core.serving.http.answers import JsonAnswer
 from ml4core.serving.http.service import Service
 from ml4core.serving.protocol import Body, ChatRequest, Tool, read_body
 
@@ -17,26 +20,26 @@ class TokenizeText(Body):
 
 
 class TokenizeChat(Body):
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     model: str | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool] | None, Field(fail_fast=True)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
 class Detokenize(Body):
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
     model: str | None = None
 
 
-async def tokenize(service: Service, given: object, size: int) -> dict[str, Any]:
+def tokenize(service: Service, given: object) -> JsonAnswer:
     """Raises ``RequestError``."""
     chat = isinstance(given, dict) and "messages" in given
     kind: Any = TokenizeChat if chat else TokenizeText
     body = read_body(kind, given)
     service.check_model(body.model)
-    ids = await service.read(size, lambda: _ids(service, body))
+    ids = _ids(service, body)
     told: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.facts.max_model_len,
@@ -44,10 +47,10 @@ async def tokenize(service: Service, given: object, size: int) -> dict[str, Any]
     }
     if body.return_token_strs:
         told["token_strs"] = [service.tokenizer.decode([i], False) for i in ids]
-    return told
+    return JsonAnswer(told)
 
 
-async def detokenize(service: Service, given: object, size: int) -> dict[str, Any]:
+def detokenize(service: Service, given: object) -> JsonAnswer:
     """Raises ``RequestError``."""
     body = read_body(Detokenize, given)
     service.check_model(body.model)
@@ -55,8 +58,7 @@ async def detokenize(service: Service, given: object, size: int) -> dict[str, An
     for place, token in enumerate(body.tokens):
         if not 0 <= token <= last:
             raise RequestError(f"tokens[{place}]", token, f"ids from 0 to {last}")
-    text = await service.read(size, lambda: service.tokenizer.decode(body.tokens, False))
-    return {"prompt": text}
+    return JsonAnswer({"prompt": service.tokenizer.decode(body.tokens, False)})
 
 
 def _ids(service: Service, body: TokenizeText | TokenizeChat) -> list[int]:

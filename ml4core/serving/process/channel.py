@@ -46,7 +46,8 @@ class Channel:
                 raise ChannelClosedError from error
             if not data:
                 raise ChannelClosedError
-            yield from self._frames.feed(data)
+            for message in self._frames.feed(data):
+                yield from message if isinstance(message, list) else (message,)
             if len(data) < _READ:
                 return
 

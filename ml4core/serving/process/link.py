@@ -44,11 +44,11 @@ KILL_SECONDS = 10.0
 
 @dataclass(slots=True)
 class _Open:
-    """A request on its way. ``left``: answers that have not ended."""
+    """A request on its way. ``left``: indices of the answers that have not ended."""
 
     inbox: Inbox
     place: int
-    left: int
+    left: set[int]
     on_start: Callable[[float], None] | None
 
 
@@ -77,6 +77,7 @@ class EngineLink(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
+        self._unsent: list[object] = []
         self._stepped: set[asyncio.Future[None]] = set()
 
     @classmethod
@@ -91,7 +92,8 @@ class EngineLink(asyncio.Protocol):
             )
         ours.setblocking(False)
         await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
-        link._send(Start(open))
+        assert link._transport is not None
+        link._transport.write(frame(Start(open)))
         return link
 
     async def facts(self) -> Facts:
@@ -127,7 +129,7 @@ class EngineLink(asyncio.Protocol):
         if self.ended is not None:
             raise EngineGoneError(self.ended)
         number = next(self._numbers)
-        self._open[number] = _Open(inbox, place, params.n, on_start)
+        self._open[number] = _Open(inbox, place, set(range(params.n)), on_start)
         self.open_sequences += params.n
         self._send(Add(number, prompt_ids, params, priority, cache_salt, images))
         return number
@@ -139,7 +141,7 @@ class EngineLink(asyncio.Protocol):
         one = self._open.get(number)
         if one is None:
             return
-        self._less(number, one, one.left if index is None else 1)
+        self._less(number, one, one.left if index is None else {index})
         self._send(Abort(number, index))
 
     async def stepped(self) -> None:
@@ -192,7 +194,8 @@ class EngineLink(asyncio.Protocol):
         except subprocess.TimeoutExpired:
             return "the engine's process has closed its connection"
         if code < 0:
-            return f"the engine's process was ended by {signal.Signals(-code).name}"
+            names = {one.value: one.name for one in signal.Signals}  # real-time ones have none
+            return f"the engine's process was ended by {names.get(-code, f'signal {-code}')}"
         return f"the engine's process ended with code {code}"
 
     def _take(self, message: object) -> None:
@@ -224,7 +227,7 @@ class EngineLink(asyncio.Protocol):
                 continue
             output = SequenceOutput("", *rest)
             if output.finish_reason is not None:
-                self._less(number, one, 1)
+                self._less(number, one, {output.index})
             one.inbox.put(News(one.place, output, now))
         if made.outputs:
             for waiter in self._stepped:
@@ -241,10 +244,12 @@ class EngineLink(asyncio.Protocol):
         else:
             one.inbox.fail(RuntimeError(message.value))
 
-    def _less(self, number: int, one: _Open, ended: int) -> None:
-        one.left -= ended
-        self.open_sequences -= ended
-        if one.left <= 0:
+    def _less(self, number: int, one: _Open, ended: set[int]) -> None:
+        # An answer that the engine ends while its abort is on the way counts once.
+        left = one.left - ended
+        self.open_sequences -= len(one.left) - len(left)
+        one.left = left
+        if not left:
             del self._open[number]
 
     def _end(self, reason: str) -> None:
@@ -265,5 +270,12 @@ class EngineLink(asyncio.Protocol):
             self._gone.set_result(None)
 
     def _send(self, message: object) -> None:
+        """Messages of one turn of the loop go as one: parameters that they share go once."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(message)
+
+    def _flush(self) -> None:
+        messages, self._unsent = self._unsent, []
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(message))
+            self._transport.write(frame(messages))

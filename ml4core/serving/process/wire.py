@@ -1,7 +1,7 @@
 """What a server and its engine's process tell each other, and how it goes over a socket.
 
-A message is a pickle behind its length. Both ends are processes of one server, and nobody else
-holds the socket.
+A message is a pickle behind its length; the server may send several as one list. Both ends are
+processes of one server, and nobody else holds the socket.
 """
 
 from __future__ import annotations

@@ -120,6 +120,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}},
         "response_format.json_schema.schema",
     ),
+    "a schema of all": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
+        "response_format.json_schema.schema",
+    ),
+    "a schema of all beside calls": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}} | FREE,
+        "response_format.json_schema.schema",
+    ),
     "a schema for an object": (
         {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
         "response_format.json_schema",
@@ -134,6 +142,23 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two forms": ({"structured_outputs": {"regex": "a"}} | JSON, "structured_outputs"),
     "a form and a call": ({"structured_outputs": {"regex": "a"}} | MUST, "structured_outputs"),
+    "a form that can't be compiled": (
+        {"structured_outputs": {"regex": "("}},
+        "structured_outputs.regex",
+    ),
+    "a schema that is too long": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"enum": ["x" * 600_000]}},
+            }
+        },
+        "response_format.json_schema.schema",
+    ),
+    "tools that are too long": (
+        {"tools": [tool("f", True, {"const": "x" * 600_000})]},
+        "tools",
+    ),
     "an unknown form": ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml"),
 }
 

@@ -118,6 +118,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "another scheme": ("ftp://example.com/a.png", "ftp://"),
     "a host that is not allowed": ("http://127.0.0.1/a.png", "127.0.0.1"),
     "a file": ("file:///etc/passwd", "a file"),
+    "half a host": ("http://[::1", "http://[::1"),
+    "a letter that is a slash": ("https://\u2100.com/", "netloc"),
 }
 
 
@@ -139,6 +141,14 @@ def test_the_limit_is_told() -> None:
         RequestError, match=r"messages\[1\]\.content\[0\]: image 3 \(works: at most 2"
     ):
         reader(good, "messages[1].content[0]")
+
+
+def test_small_files_of_many_pixels_in_all() -> None:
+    reader, wide = ImageReader(9, max_pixels=250), part(url(saved(Image.new("RGB", (10, 10)))))
+    for _ in range(2):
+        reader(wide, "m")
+    with pytest.raises(RequestError, match=r"300 pixels up to here \(works: at most 250 in a req"):
+        reader(wide, "m")
 
 
 def test_a_small_file_of_many_pixels_is_not_decoded() -> None:
@@ -208,6 +218,8 @@ def test_files_come_from_the_allowed_folder_alone(tmp_path: Path) -> None:
             reader(part(f"file://{path}"), "m")
     with pytest.raises(RequestError, match="No such file"):
         reader(part(f"file://{inside}/none.png"), "m")
+    with pytest.raises(RequestError, match="a file below"):
+        reader(part(f"file://{inside}/a%00b.png"), "m")
 
 
 @pytest.mark.parametrize(
@@ -215,6 +227,9 @@ def test_files_come_from_the_allowed_folder_alone(tmp_path: Path) -> None:
     [
         *("127.0.0.1", "10.0.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0"),
         *("::1", "fe80::1%eth0", "fc00::1", "::ffff:127.0.0.1", "224.0.0.1", "2001:db8::1"),
+        # IPv4 addresses within those of IPv6, and what is no longer assigned.
+        *("64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::1", "2002:7f00:1::", "::7f00:1"),
+        *("::ffff:0:7f00:1", "fec0::1", "ff0e::1"),
     ],
 )
 def test_addresses_that_are_not_of_the_open_internet(address: str) -> None:
@@ -222,6 +237,11 @@ def test_addresses_that_are_not_of_the_open_internet(address: str) -> None:
     fetch = Fetcher(100, lookup=lambda host, port: ["8.8.8.8", address])
     with pytest.raises(RequestError, match="host of the open internet"):
         fetch("http://example.com/a.png", "url")
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "64:ff9b::808:808"])
+def test_addresses_of_the_open_internet(address: str) -> None:
+    assert public(address)
 
 
 class Listener:
@@ -308,18 +328,25 @@ def test_what_a_host_may_not_answer(
     assert witness.hits == 1
 
 
-def test_a_host_that_drips_is_cut_off() -> None:
-    """Each byte comes soon, and the end never."""
+@pytest.mark.parametrize(
+    ("scheme", "begin", "drop"),
+    [
+        ("http", b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
+        ("https", b"\x16\x03\x03\x40\x00", b"\x02"),  # the head of a long record
+    ],
+)
+def test_a_host_that_drips_is_cut_off(scheme: str, begin: bytes, drop: bytes) -> None:
+    """Each byte comes soon, and the end never; nor that of a handshake."""
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def drip() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.sendall(b"HTTP/1.1 200 OK\r\n")
+                connection.sendall(begin)
                 while not ended.wait(0.05):
                     try:
-                        connection.sendall(b"X: y\r\n")
+                        connection.sendall(drop)
                     except OSError:
                         return
 
@@ -329,7 +356,7 @@ def test_a_host_that_drips_is_cut_off() -> None:
         fetch = Fetcher(10_000, seconds=0.5, lookup=lookup, allowed=lambda address: True)
         try:
             with pytest.raises(RequestError, match="slow"):
-                fetch(f"http://example.com:{server.getsockname()[1]}/a.png", "url")
+                fetch(f"{scheme}://example.com:{server.getsockname()[1]}/a.png", "url")
         finally:
             ended.set()
             thread.join()

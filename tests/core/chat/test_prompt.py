@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from ml4core.engine.errors import RequestError
 from ml4core.serving.chat import ChatTemplate
+from ml4core.serving.chat.tools import MAX_TOOLS
 from ml4core.serving.protocol import ChatRequest, read_body
 from ml4core.serving.tokenizer import Tokenizer
 
@@ -131,6 +133,11 @@ BAD: dict[str, tuple[list[Any], str, str]] = {
     ),
     "a call without a result": ([USER, calling("c1"), USER], "messages[2].role", "role tool"),
     "a call left open": ([USER, calling("c1", "c2"), result()], "messages[2]", "for c2"),
+    "many calls left open": (
+        [USER, calling(*(f"c{i}" for i in range(900))), result("c7")],
+        "messages[2]",
+        "for c0, c1, c2, c3 and 895 more",
+    ),
     "a result too many": (
         [USER, calling("c1"), result(), result()],
         "messages[3].tool_call_id",
@@ -148,6 +155,11 @@ BAD: dict[str, tuple[list[Any], str, str]] = {
         [USER, {"role": "assistant", "tool_calls": [{"id": "a", "function": {"arguments": {}}}]}],
         "messages[1].tool_calls[0].function.arguments",
         "as a text",
+    ),
+    "arguments nested too deep": (
+        [USER, calling("c1", arguments="[" * 10_000 + "]" * 10_000), result()],
+        "messages",
+        "fewer levels",
     ),
     "old calls": (
         [USER, ANSWER | {"function_call": {"name": "f"}}],
@@ -192,6 +204,15 @@ BODIES: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [USER], "tools": [{"type": "function", "function": SCHEMALESS}]},
         "tools[0].function.parameters",
     ),
+    "tools beyond count": (
+        {
+            "messages": [USER],
+            "tools": [
+                {"type": "function", "function": {"name": f"f{i}"}} for i in range(MAX_TOOLS + 1)
+            ],
+        },
+        "tools",
+    ),
     "a choice of none": ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
     "another choice": ({"messages": [USER], "tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     "a tool that isn't": (
@@ -227,6 +248,31 @@ def test_bodies_that_do_not(v15: Tokenizer, name: str) -> None:
     with pytest.raises(RequestError) as caught:
         ChatTemplate(v15).encode(read_body(ChatRequest, body))
     assert caught.value.field == field
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": [1] * 500},
+    "tools": {"messages": [USER], "tools": [1] * 500},
+    "stops": {"messages": [USER], "stop": [1] * 500},
+    "stop ids": {"messages": [USER], "stop_token_ids": ["a"] * 500},
+    "allowed ids": {"messages": [USER], "allowed_token_ids": ["a"] * 500},
+    "choices": {"messages": [USER], "structured_outputs": {"choice": [1] * 500}},
+    "fields": {"messages": [USER]} | {f"field{i}": 1 for i in range(500)},
+    "fields of an option": {
+        "messages": [USER],
+        "stream_options": {f"field{i}": 1 for i in range(500)},
+    },
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_of_a_great_many_faults_few_are_kept(name: str) -> None:
+    """An error object takes hundreds of times the bytes that a body needs for a fault."""
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate(FAULTS[name])
+    assert caught.value.error_count() <= 2
+    with pytest.raises(RequestError):
+        read_body(ChatRequest, FAULTS[name])
 
 
 def test_what_clients_add_for_others_is_dropped() -> None:

@@ -9,16 +9,20 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ml4core.api import FaultError, Segment, StepShape
 from ml4core.engine import deadline
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.deadline import FIRST, TimedSteps
+from ml4core.engine.image_inputs import ImageRows, PlacedImage
 from ml4core.engine.llm import open_engine
 from ml4core.engine.sampling_params import SamplingParams
+from ml4core.engine.steps import StepInput
 from ml4core.models.seeded import make_seeded
 from ml4core.registry import select
 
@@ -158,13 +162,59 @@ def test_a_step_that_never_ends_stops_the_engine(
     assert rig.core.fault is fault
 
 
+class Waits:
+    """Steps that end at once; ``limits`` are those of the worker's calls, over a step's own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.limits: list[float] = []
+        self.steps = TimedSteps(self, 3.0)  # type: ignore[arg-type]
+        monkeypatch.setattr(self.steps._worker, "call", self.call)
+
+    def call(self, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+        self.limits.append(seconds / 3.0)
+        return function(*args)
+
+    def launch(self, step: Any) -> Any:
+        return self
+
+    def result(self) -> None: ...
+
+
+def step_of(decodes: int, *images: tuple[int, int]) -> Any:
+    """``images``: (side in pixels, rows in the step)."""
+    none = Segment(0, 0, 0)
+    shape = StepShape(Segment(decodes, decodes, 1), none, none, (), decodes)
+    rows = [
+        ImageRows(PlacedImage(np.zeros((3, side, side), np.float32), places, b""), places, 0)
+        for side, count in images
+        for places in (np.arange(count),)
+    ]
+    return StepInput(SimpleNamespace(shape=shape), [], [], images=rows)  # type: ignore[arg-type]
+
+
 def test_a_new_shape_may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline, "MAX_PROGRAMS", 2)
-    steps = TimedSteps(object(), 3.0)  # type: ignore[arg-type]
-    none = Segment(0, 0, 0)
-    a, b, c = (StepShape(Segment(n, n, 1), none, none, (), n) for n in (1, 2, 3))
-    limits = [steps._limit(shape) for shape in (a, a, b, a, c, b, c)]
-    assert limits == [3.0 * n for n in (FIRST, 1, FIRST, 1, FIRST, FIRST, 1)]
+    waits = Waits(monkeypatch)
+    for decodes in (1, 1, 2, 1, 3, 2, 3):
+        waits.steps.launch(step_of(decodes)).result()
+    assert waits.limits[1::2] == [FIRST, 1, FIRST, 1, FIRST, FIRST, 1], "of results"
+
+
+def test_so_may_what_a_launch_finds_left_of_the_step_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = Waits(monkeypatch)
+    for decodes in (1, 2, 1, 1):
+        waits.steps.launch(step_of(decodes))
+    assert waits.limits == [FIRST, FIRST, FIRST, 1]
+
+
+def test_images_have_programs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = Waits(monkeypatch)
+    plain, small, large, part = (), ((8, 4),), ((16, 4),), ((16, 1),)
+    for images in (plain, plain, small, small, large, large, part, part):
+        waits.steps.launch(step_of(1, *images)).result()
+    assert waits.limits[1::2] == [FIRST, 1] * 4
 
 
 def test_errors_are_the_callers(make_rig: Any) -> None:

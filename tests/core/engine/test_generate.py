@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ml4core.api import FaultError
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
+from ml4core.engine.grammars import Masks
 from ml4core.engine.llm import Engine, open_engine
 from ml4core.engine.sampling_params import SamplingParams
+from ml4core.engine.structured_outputs import StructuredOutputsParams
 from ml4core.models.seeded import make_seeded
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -71,6 +75,33 @@ def test_a_first_token_that_stops_is_the_whole_answer(engine: Engine) -> None:
     stops = replace(GREEDY, stop_token_ids=tuple(range(320)))
     done = engine.generate(PROMPTS, stops)
     assert [(len(c.token_ids), c.finish_reason) for c in done] == [(1, "stop")] * 3
+
+
+class Losing:
+    """A compiler, and a matcher of its, that can't follow what it allowed."""
+
+    words, eos_id, error = 10, 2, ""
+
+    def check(self, form: StructuredOutputsParams) -> None: ...
+
+    def matcher(self, form: StructuredOutputsParams) -> Losing:
+        return Losing()
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        self.error = "lost"
+
+    def fill(self, work: Sequence[tuple[Any, int, Sequence[int]]], masks: Masks) -> None: ...
+
+
+def test_an_answer_whose_grammar_fails_ends_alone(folder: Path) -> None:
+    args = EngineArgs(str(folder), backend="cpu", block_size=16, max_num_seqs=2)
+    engine = open_engine(args, sequences=2, tokens_each=32, grammars=Losing())
+    params = SamplingParams(
+        temperature=0.0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="a*")
+    )
+    done = engine.generate(PROMPTS[:2], params)
+    assert [(len(c.token_ids), c.finish_reason) for c in done] == [(2, "error")] * 2
+    assert engine.generate(PROMPTS[:1], GREEDY)[0].finish_reason == "length"
 
 
 def test_a_fault_is_told_to_plugins_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

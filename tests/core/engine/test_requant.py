@@ -69,6 +69,8 @@ def test_it_computes_what_the_converted_checkpoint_computes(
     told = converted.report()
     assert told["switches"] == {"fp8_moe_requant": "mxfp4", "fp8_moe_requant_rule": "even"}
     assert set(told["weights"]["formats"]) == {"bf16", "fp8_block", "mxfp4"}
+    held, before = (one.report()["weights"]["bytes"] for one in (quark, plain))
+    assert told["weights"]["bytes"] == held < before, "what must fit is what stays"
 
 
 def test_the_rule_is_that_of_the_flag(start: Any, fp8: Path) -> None:

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[Form, str, bool]] = {
     "a list": (Form(json_object=True), "[1]", False),
     "regex": (Form(regex=r"a/\d+"), "a/12", True),
     "beyond a regex": (Form(regex=r"a/\d+"), "a/x", False),
+    "an escaped slash": (Form(regex=r"a\/[\/]\\/\d"), "a//\\/1", True),
     "choice": (Form(choice=("yes", 'no\n"\u00e9')), 'no\n"\u00e9', True),
     "grammar": (Form(grammar='start: "a" ("b" | "c")+'), "abcb", True),
 }
@@ -78,6 +79,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "what is no JSON": ({"json": {"a": object()}}, "json"),
     "long": ({"json": json.dumps({"enum": ["x" * 600_000]})}, "json"),
     "long regex": ({"regex": "x" * 600_000}, "regex"),
+    "many properties": ({"json": {"properties": {f"{i}": {} for i in range(20_000)}}}, "json"),
     "bad regex": ({"regex": "("}, "regex"),
     "bad grammar": ({"grammar": "start: x"}, "grammar"),
     "no choice": ({"choice": []}, "choice"),

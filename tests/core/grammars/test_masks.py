@@ -111,6 +111,23 @@ def test_behind_a_wrong_draft_nothing_is_asked(grammars: LLGrammars, tokenizer: 
     assert logits.isfinite().any(-1).all(), "no row without a token, whose law would be NaN"
 
 
+def test_a_draft_that_the_tokenizer_lacks_may_not_come(
+    grammars: LLGrammars, tokenizer: Tokenizer
+) -> None:
+    """A model's table may be longer, and its drafter draw any of it."""
+    good, beyond = tokenizer.encode('{"a":')[1:2], tokenizer.vocab_size + 3
+    for drafts in ([beyond, *good], [*good, beyond]):
+        state = GrammarState(grammars, FORM)
+        found = constrain([row(state, drafts=drafts)], 3)
+        assert found is not None
+        assert state.error == ""
+        at = drafts.index(beyond)
+        for i in range(at + 1):
+            allowed = set(np.flatnonzero(bits(found.masks)[i]).tolist())
+            assert allowed == allowed_after(grammars, drafts[:i])
+        assert not found(normal(3, beyond + 5))[at, tokenizer.vocab_size :].isfinite().any()
+
+
 def test_the_sampler_draws_what_may_come(grammars: LLGrammars, tokenizer: Tokenizer) -> None:
     sampler = Sampler(COMPOSED, tokenizer.vocab_size)
     made: list[int] = []

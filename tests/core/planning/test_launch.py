@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from ml4core.api import Refusal, Refused
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
 from ml4core.planning.launch import judge
+from ml4core.serving.dry_run import dry_run
 
 PUBLISHED = "mistralai/Mistral-Large-4-1T-A52B"
 WHY = Refusal("cpu", "device", "it is not there", "another")
@@ -56,6 +58,16 @@ def test_a_published_model_is_judged_by_its_shape(name: str, format: str) -> Non
     assert launch.deployment is not None
     assert format in launch.deployment.weight_formats
     assert launch.refusals == ()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("images", [0, 1])
+def test_an_encoder_is_needed_where_images_are_taken(images: int) -> None:
+    limits: dict[str, Any] = {"limit_mm_per_prompt": {"image": images}} if images else {}
+    launch = judge(EngineArgs(PUBLISHED, backend="cpu", max_model_len=4096, **limits), {})
+    assert launch.deployment is not None
+    assert ("stage:vision_encoder" in launch.deployment.needs) == bool(images)
+    assert (launch.deployment.model.vision is not None) == bool(images)
 
 
 @pytest.mark.usefixtures("here")
@@ -122,3 +134,30 @@ def test_the_environment_is_part_of_it() -> None:
     assert "mxfp4" in launch.deployment.weight_formats
     with pytest.raises(ArgumentsError, match="VLLM_FP8_MOE_REQUANT: 'x'; works: mxfp4"):
         judge(EngineArgs("ml4-tiny", backend="cpu"), {"VLLM_FP8_MOE_REQUANT": "x"})
+
+
+@pytest.mark.usefixtures("here")
+def test_a_dry_run_plans_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = EngineArgs("ml4-tiny", backend="cpu", max_model_len=64)
+    before = dry_run(args)["plan"]["weights"]["rank"]
+    monkeypatch.setenv("VLLM_FP8_MOE_REQUANT", "mxfp4")
+    assert dry_run(args)["plan"]["weights"]["rank"] < before
+
+
+def test_a_private_layout_is_served_without_a_plan(
+    monkeypatch: pytest.MonkeyPatch, choice: registry.Choice
+) -> None:
+    own = "x-cpu/rows"
+    args = EngineArgs("ml4-tiny", backend="cpu", max_model_len=64, kv_cache_dtype=own)
+    monkeypatch.setattr(registry, "select", lambda name, **more: choice)
+    assert {refusal.subject for refusal in judge(args, {}).refusals} == {f"kv:{own}"}
+    found = choice.devices[0]
+    words = found.capabilities.features | {f"kv:{own}"}
+    capabilities = replace(found.capabilities, features=words)
+    declaring = replace(choice, devices=(replace(found, capabilities=capabilities),))
+    monkeypatch.setattr(registry, "select", lambda name, **more: declaring)
+    launch = judge(args, {})
+    assert (launch.plan, launch.refusals) == (None, ())
+    assert launch.deployment is not None
+    assert launch.deployment.kv_layout == own
+    assert dry_run(args)["plan"] is None

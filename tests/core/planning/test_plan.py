@@ -72,7 +72,9 @@ def test_the_drafter_is_there_if_it_is_asked_for() -> None:
 def test_no_images_no_encoder() -> None:
     made = plan(None, limit_mm_per_prompt={"image": 0})
     assert "vision" in made.not_loaded
-    assert "images" in plan(None).reserve.terms
+    images = plan(None).reserve
+    assert images.terms["images"] > 16384 * published_model("fp8").spec.hidden_size * 2
+    assert "16,384 embeddings" in images.formulas["images"]
     assert "images" not in made.reserve.terms
 
 

@@ -203,6 +203,9 @@ def test_what_is_asked_for_is_allowed(start: Start) -> None:
         without.core.add_request("r", tokens(CELLS), PARAMS, images=images[:1])
     with pytest.raises(RequestError, match="up to token"):
         engine.core.add_request("r", tokens(CELLS)[:8], PARAMS, images=images[:1])
+    (large,) = place_images([IMG] * 7, [np.zeros((3, 8, 56), np.float32)], IMG, 8)
+    with pytest.raises(RequestError, match=r"image 0: 8 x 56 pixels \(works: both .* 8 to 48"):
+        engine.core.add_request("r", [IMG] * 7, PARAMS, images=[large])
     assert not engine.core.has_work
     assert without.runner.vision_weights is None
 
@@ -243,5 +246,8 @@ def test_a_block_is_named_by_image_and_place() -> None:
     assert block_keys(images, 3, 5) == ()
     moved = place_images([5, *ids], [one, other], IMG, 8)
     assert block_keys(moved, 0, 4) != block_keys(images, 0, 4)
+    (named,) = block_keys([replace(images[0], key=b"k" * 16)], 0, 4)
+    with pytest.raises(UnicodeDecodeError):  # it can be no salt
+        named.decode("utf-8", "surrogatepass")
     turned = place_images([5, IMG, IMG, END], [one.transpose(0, 2, 1)], IMG, 8)
     assert turned[0].key != images[0].key

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ml4core.api import KVCache, LayerSpec, Weight
+from ml4core.api import LAYER_WEIGHTS, KVCache, LayerSpec, SSMaxSpec, Weight
 from ml4core.api.known_layouts import index_layout, latent_layout
 from ml4core_rocm.latency.inputs import addresses, cache_reasons, wanted, weight_reasons
 
@@ -63,6 +63,24 @@ def test_each_weight_at_fault_is_named(small: LayerSpec) -> None:
         "wq": "its data is not contiguous: strides (1, 4)",
         "ffn_norm": "it is float16, not bfloat16 or float32",
     }
+
+
+def test_vectors_of_attention_and_index_are_asked_for(small: LayerSpec) -> None:
+    """Every weight that the layer's own spec names: a kernel has no other place to look."""
+    assert small.indexer is not None
+    learned = SSMaxSpec(kind="log", per_head=True, bias=True)
+    layer = replace(small, ssmax=learned, indexer=replace(small.indexer, ssmax=learned))
+    weights = right(layer)
+    for part in ("weight", "bias"):
+        weights[f"index_q_norm_{part}"] = torch.zeros(16)  # one norm for all heads
+    assert told(layer, weights) == {}
+    named = {name for name in LAYER_WEIGHTS if name.startswith(("index_", "ssmax_", "inv_"))}
+    assert named <= weights.keys()
+    for name in named:
+        missing = {key: value for key, value in weights.items() if key != name}
+        assert told(layer, missing) == {name: "it is not there"}
+    weights["index_q_norm_bias"] = torch.zeros(3, 16)
+    assert told(layer, weights) == {"index_q_norm_bias": "its shape is [3, 16], not [2, 16]"}
 
 
 def test_a_dense_layer_is_a_mistake(small: LayerSpec) -> None:

@@ -200,6 +200,27 @@ def test_a_value_of_another_step_is_not_taken() -> None:
     assert one.failed
 
 
+@pytest.mark.parametrize("epoch", [0, 2**31 // 3 + 1, Tags(3).epochs - 1])
+def test_steps_end_well_as_long_as_there_are_tags(epoch: int) -> None:
+    """Tags have 32 bits: those of the later half make a pair of 64 negative."""
+    (one, other), memory, box, _ = two()
+    tag, term = one.tags.tag(epoch, 0), torch.full((1, 4), 3.0)
+    assert tag >= 2**31 or not epoch
+    words = term.to(torch.bfloat16).view(torch.int16).view(torch.int32).tolist()[0]
+    start = box.partial_sum(tag, 1) // PAIR * 2
+    memory[0].view(torch.int32)[start : start + 4] = torch.tensor(
+        [words[0], tag, words[1], tag]
+    ).to(torch.int32)
+    assert torch.equal(one.all_reduce(epoch, 0, term.to(torch.bfloat16)), 2 * term)
+    assert torch.equal(other.all_reduce(epoch, 0, term.to(torch.bfloat16)), 2 * term)
+    place = box.end_mark(1) // PAIR * 2
+    end = torch.tensor([0, one.tags.tag(epoch, 2)]).to(torch.int32)
+    memory[0].view(torch.int32)[place : place + 2] = end
+    for peer in (one, other):
+        peer.end_step(epoch)
+        assert not peer.failed
+
+
 def test_the_end_of_a_step_has_no_sum() -> None:
     (one, _), _, _, _ = two()
     with pytest.raises(ValueError, match="exchange 2 is the end of a step"):

@@ -50,6 +50,9 @@ def fused_moe(arch: str, given: dict[str, Any]) -> Tensor:
         need(act != "mxfp4", "a4w4 takes no expert_mask")
         mask = ints("expert_mask", mask, None)
         need(int(mask.sum()) == len(w13), "the mask has as many experts as the weights")
+        # By its convention a choice more stands behind a row's own, of an expert that no rank has.
+        need(int(mask[-1]) == 0, "the mask's last expert is one that no rank has")
+        need(bool((ids[:, -1] == len(mask) - 1).all()), "the last choice is of that expert")
         local = torch.where(mask > 0, mask.cumsum(0) - 1, -1)
         ids = local[ids]
     out = torch.zeros(rows, hidden, dtype=torch.float64)

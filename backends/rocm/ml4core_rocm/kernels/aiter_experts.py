@@ -114,13 +114,17 @@ def fused(
     for part in (experts.w13, experts.w2):
         part.is_shuffled = True  # type: ignore[attr-defined]  # views and moves lose it
     mask = None
+    weights, ids = weights.float(), ids.to(torch.int32)
     if shared:
-        place = torch.arange(total, device=x.device)
+        # With a mask the library takes the last choice for one of an expert that no rank has, and
+        # looks its configurations up for the others.
+        place = torch.arange(total + 1, device=x.device)
         inside = (place >= first_expert) & (place < first_expert + experts.count)
         mask = inside.to(torch.int32)
+        weights = torch.cat((weights, weights.new_zeros(len(ids), 1)), 1)
+        ids = torch.cat((ids, ids.new_full((len(ids), 1), total)), 1)
     out: Tensor = load("fused_moe")(
-        x.contiguous(), experts.w13, experts.w2, weights.float().contiguous(),
-        ids.to(torch.int32).contiguous(),
+        x.contiguous(), experts.w13, experts.w2, weights.contiguous(), ids.contiguous(),
         expert_mask=mask, activation=aiter.ActivationType.Silu,
         quant_type=getattr(aiter.QuantType, quant), w1_scale=experts.w13_scale,
         w2_scale=experts.w2_scale,

@@ -15,6 +15,8 @@ Wanted = tuple[tuple[int, ...], tuple[str, ...]]
 
 _ANY = ("fp8_block", "bf16")
 _NORM = ("bfloat16", "float32")
+_FP32 = ("float32",)
+_QUERY_NORM = "index_q_norm_"
 
 
 def wanted(layer: LayerSpec) -> Mapping[str, Wanted]:
@@ -31,7 +33,7 @@ def wanted(layer: LayerSpec) -> Mapping[str, Wanted]:
         "w_uk": ((heads, latent, layer.nope_dim), ("bf16",)),
         "w_uv": ((heads, layer.v_dim, latent), ("bf16",)),
         "wo": ((hidden, heads * layer.v_dim), _ANY),
-        "gate": ((moe.experts, hidden), ("float32",)),
+        "gate": ((moe.experts, hidden), _FP32),
         "experts_w13": ((moe.experts, 2 * width, hidden), ("mxfp4",)),
         "experts_w2": ((moe.experts, hidden, width), ("mxfp4",)),
     }
@@ -45,6 +47,17 @@ def wanted(layer: LayerSpec) -> Mapping[str, Wanted]:
         found["index_wq"] = ((index.heads * index.head_dim, hidden), _ANY)
         found["index_wk"] = ((index.head_dim, hidden), _ANY)
         found["index_weights_proj"] = ((index.heads, hidden), ("fp32",))
+        for part in ("weight", "bias"):
+            found[f"index_k_norm_{part}"] = ((index.head_dim,), _FP32)
+            if index.query_norm:
+                found[f"{_QUERY_NORM}{part}"] = ((index.heads, index.head_dim), _FP32)
+    if layer.rope is not None:
+        found["inv_freq"] = ((layer.rope_dim // 2,), _FP32)
+    own = [("ssmax", heads, layer.ssmax)]
+    own += [("index_ssmax", index.heads, index.ssmax)] if index is not None else []
+    for name, count, ssmax in own:
+        found |= {f"{name}_scale": ((count,), _FP32)} if ssmax.per_head else {}
+        found |= {f"{name}_bias": ((count,), _FP32)} if ssmax.bias else {}
     return found
 
 
@@ -57,7 +70,9 @@ def weight_reasons(layer: LayerSpec, weights: Mapping[str, Tensor | Weight]) -> 
             yield _no(where, "it is not there")
             continue
         format = value.format if isinstance(value, Weight) else str(value.dtype)[len("torch.") :]
-        if tuple(value.shape) != shape:
+        # The norm of index queries is each head's own, or that of all.
+        shared = name.startswith(_QUERY_NORM) and tuple(value.shape) == shape[1:]
+        if tuple(value.shape) != shape and not shared:
             yield _no(where, f"its shape is {list(value.shape)}, not {list(shape)}")
         if format not in formats:
             yield _no(where, f"it is {format}, not {' or '.join(formats)}")

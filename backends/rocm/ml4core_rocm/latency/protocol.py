@@ -80,7 +80,7 @@ class Peers:
         tag, box = self.tags.tag(epoch, site), self.mailbox
         rows, hidden = partial.shape
         values = partial.contiguous().view(torch.int32).to(torch.int64) & _VALUE
-        pairs = (values | (tag << 32)).flatten()
+        pairs = (values | _tagged(0, tag)).flatten()
         start = box.partial_sum(tag, self.rank) // PAIR
         for memory in self._memory:
             memory[start : start + len(pairs)] = pairs
@@ -101,7 +101,7 @@ class Peers:
         tag = self.tags.tag(epoch, self.tags.sites - 1)
         place = box.end_mark(self.rank) // PAIR
         for memory in self._memory:
-            memory[place] = int(self.failed) | (tag << 32)
+            memory[place] = _tagged(int(self.failed), tag)
         start = region.offset // PAIR
         marks = self._memory[self.rank][start : start + box.ranks]
         self._wait(marks, tag, region, (epoch, self.tags.sites - 1))
@@ -164,6 +164,11 @@ def assert_alive(word: Tensor) -> None:
     torch._assert_async(
         word[0] == 0, "a rank gave up waiting for its peers; this step's results are void"
     )
+
+
+def _tagged(value: int, tag: int) -> int:
+    """A pair as int64 holds it: tags from 2**31 on make it negative."""
+    return value | (_signed(tag) << 32)
 
 
 def _signed(word: int) -> int:

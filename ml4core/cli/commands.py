@@ -10,7 +10,6 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from ml4core import __version__
 from ml4core.api import COMMANDS_GROUP
 from ml4core.cli import output
 from ml4core.cli.exits import ERROR, UsageError
@@ -19,8 +18,6 @@ BROUGHT_BY: Mapping[str, str] = MappingProxyType(
     {name: f"ml4core-{name}" for name in ("conformance", "cuda", "rocm", "tpu")}
 )
 """Known sub-commands and the distributions that bring them."""
-
-NOT_LANDED: Mapping[str, str] = MappingProxyType({})
 
 
 class CommandGroup(TyperGroup):
@@ -95,8 +92,6 @@ def load(name: str, found: list[EntryPoint]) -> Any:
 
 def missing(name: str) -> str:
     """Why a known command is not here, and how to get it; empty for one that nobody knows."""
-    if name in NOT_LANDED:
-        return f"ml4 {name}: {NOT_LANDED[name]} has not landed in ml4core {__version__}"
     distribution = BROUGHT_BY.get(name)
     if distribution is None:
         return ""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
 
 from ml4core import __version__
+from ml4core.cli import commands
 
 GOOD = """\
 import typer
@@ -100,16 +101,27 @@ def test_a_command_of_core_can_not_be_taken_over(ml4: Any, site: Any) -> None:
     assert "no such folder" in done.err
 
 
-@pytest.mark.parametrize("name", ["rocm"])
-def test_a_known_missing_one_says_how_to_get_it(ml4: Any, name: str) -> None:
-    distribution = f"ml4core-{name}"
-    try:
-        told = f"{distribution} {version(distribution)} brings no such command"
-    except PackageNotFoundError:
-        told = f"{distribution} is not installed; pip install 'ml4core[{name}]'"
+@pytest.mark.parametrize("name", sorted(commands.BROUGHT_BY))
+@pytest.mark.parametrize("release", ["0.1.0", None])
+def test_a_known_missing_one_says_how_to_get_it(
+    ml4: Any, monkeypatch: pytest.MonkeyPatch, name: str, release: str | None
+) -> None:
+    distribution = commands.BROUGHT_BY[name]
+
+    def version(asked: str) -> str:
+        assert asked == distribution
+        if release is None:
+            raise PackageNotFoundError(asked)
+        return release
+
+    monkeypatch.setattr(commands, "entry_points", lambda group: ())
+    monkeypatch.setattr(commands, "version", version)
     done = ml4(name, "run", "--backend", "x")
     assert (done.code, done.out) == (2, "")
-    assert told in done.err
+    if release is None:
+        assert f"{distribution} is not installed; pip install 'ml4core[{name}]'" in done.err
+    else:
+        assert f"{distribution} {release} brings no such command" in done.err
 
 
 def test_an_unknown_one_is_a_usage_error(ml4: Any) -> None:

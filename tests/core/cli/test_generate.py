@@ -16,6 +16,7 @@ import pytest
 from ml4core.api import Fault, FaultError, Refusal, Refused
 from ml4core.engine.errors import RequestError
 from ml4core.models.errors import CheckpointError
+from ml4core.serving.grammars import LLGrammars
 from ml4core.serving.tokenizer import Tokenizer, find_tokenizer
 
 
@@ -62,6 +63,7 @@ def test_the_engine_is_told_what_is_asked(
     )  # fmt: skip
     assert done.code == 0
     longest = len(tokenizer.encode("a b c d"))
+    assert isinstance(engine.sizes.pop("grammars"), LLGrammars)
     assert engine.sizes == {
         "choice": engine.choice,
         "sequences": 2,

@@ -33,7 +33,7 @@ def plan(rows: int = 2) -> StepPlan:
 
 def test_a_plan_and_its_mappings() -> None:
     leaves, spec = pytree.tree_flatten(plan())
-    assert len(leaves) == 8
+    assert sum(leaf is not None for leaf in leaves) == 8, "a step without images has no more"
     again = pytree.tree_unflatten(leaves, spec)
     assert again.shape == plan().shape
     assert torch.equal(again.block_tables["latent"], plan().block_tables["latent"])

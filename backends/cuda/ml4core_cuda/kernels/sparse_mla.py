@@ -142,8 +142,10 @@ def sparse_mla_kernel(
     for start in range(first, last, BK):
         index = start + tl.arange(0, BK)
         slot = tl.load(slots + row * slots_stride + index, mask=index < last, other=-1)
-        valid = (slot >= 0) & (slot < all_slots)
-        offsets = row_offsets(tl.where(valid, slot, 0), BLOCK_SIZE, page_stride, row_stride)
+        # Unsigned, where a negative one lies behind all: every register counts here.
+        place = slot.to(tl.uint32, bitcast=True)
+        valid = place < all_slots
+        offsets = row_offsets(tl.where(valid, place, 0), BLOCK_SIZE, page_stride, row_stride)
         top, total, summed = attend_keys(
             q_latent,
             q_rope,
@@ -166,9 +168,9 @@ def sparse_mla_kernel(
         )
     summed, own_lse = finished(top, total, summed)
     summed = summed * key_scale
-    place = out + split * out_split_stride + (row * N + head[:, None]) * L + column[None, :]
+    target = out + split * out_split_stride + (row * N + head[:, None]) * L + column[None, :]
     tl.store(
-        place,
+        target,
         narrow(summed, out.dtype.element_ty),
         mask=(head < N)[:, None] & (column < L)[None, :],
     )

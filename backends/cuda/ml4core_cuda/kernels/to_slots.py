@@ -18,7 +18,7 @@ def slot_of(position, chosen, table, pages, BLOCK_SIZE: tl.constexpr):
     """Slots int32 of ``position`` in the request whose page ids ``table`` points at; -1 where not
     ``chosen``. Positions behind the table take its last entry.
     """
-    inside = tl.minimum(tl.maximum(position, 0), pages * BLOCK_SIZE - 1)
+    inside = tl.maximum(tl.minimum(position, pages * BLOCK_SIZE - 1), 0)
     page = tl.load(table + inside // BLOCK_SIZE, mask=chosen, other=0)
     return tl.where(chosen, page * BLOCK_SIZE + inside % BLOCK_SIZE, -1)
 

@@ -92,11 +92,9 @@ def _entries(
     scores,
     in_positions,
     in_keys,
-    in_counts,
     seen,
-    in_tiles,
+    in_lanes,
     lane,
-    KP: tl.constexpr,
     FIRST: tl.constexpr,
 ):
     """Position, key and whether it is NaN of each ``lane`` of a row; ``LEAST`` where there is none.
@@ -110,11 +108,8 @@ def _entries(
         key = tl.where(lane < seen, order_key(x), LEAST)
         nan = (x != x) & (lane < seen)
     else:
-        source = lane // KP
-        count = tl.load(in_counts + source, source < in_tiles, other=0)
-        held = lane % KP < count
-        position = tl.load(in_positions + lane, held, other=-1)
-        key = tl.load(in_keys + lane, held, other=LEAST)
+        position = tl.load(in_positions + lane, lane < in_lanes, other=-1)
+        key = tl.load(in_keys + lane, lane < in_lanes, other=LEAST)
         nan = lane < 0
     return position, key, nan
 
@@ -125,12 +120,11 @@ def topk_kernel(
     visible,
     in_positions,
     in_keys,
-    in_counts,
     in_nans,
     out_positions,
     out_keys,
-    out_counts,
     out_nans,
+    lens,
     slots,
     block_table,
     row_request,
@@ -164,11 +158,8 @@ def topk_kernel(
     scores += row * scores_stride
     in_positions += row * in_tiles * KP
     in_keys += row * in_tiles * KP
-    in_counts += row * in_tiles
     lane = tile * C + tl.arange(0, C)
-    _, key, nan = _entries(
-        scores, in_positions, in_keys, in_counts, seen, in_tiles, lane, KP, FIRST
-    )
+    _, key, nan = _entries(scores, in_positions, in_keys, seen, in_tiles * KP, lane, FIRST)
     if FIRST:
         has_nan = tl.max(nan.to(tl.int32), 0)
     else:
@@ -187,7 +178,7 @@ def topk_kernel(
     for at in range(0, C, PART):
         part = tile * C + at + tl.arange(0, PART)
         position, own, _own_nan = _entries(
-            scores, in_positions, in_keys, in_counts, seen, in_tiles, part, KP, FIRST
+            scores, in_positions, in_keys, seen, in_tiles * KP, part, FIRST
         )
         above = own > border
         tied = (own == border) & (own > LEAST)
@@ -205,16 +196,17 @@ def topk_kernel(
         above_before += tl.sum(above.to(tl.int32), 0)
         ties_before += tl.sum(tied.to(tl.int32), 0)
     count = above_before + tl.minimum(ties_before, left)
+    rest = tl.arange(0, KP)
     if LAST:
-        rest = tl.arange(0, KP)
         behind = (rest >= count) & (rest < k)
         tl.store(out_positions + rest, -1, behind)
         if SLOTS:
             tl.store(slots + row * k + rest, -1, behind)
-        tl.store(out_counts + row, count)
+        tl.store(lens + row, count)
         tl.store(out_nans + row, has_nan != 0)
     else:
-        tl.store(out_counts + row * out_tiles + tile, count)
+        # The next round doesn't read how many there are.
+        tl.store(out_keys + (row * out_tiles + tile) * KP + rest, LEAST, rest >= count)
         tl.store(out_nans + row * out_tiles + tile, has_nan)
 
 
@@ -274,17 +266,16 @@ def choose(
     most = max(sizes.first, LEAST_RATIO * kept)
     size = min(most, max(64, next_power(max(columns, kept))))
     tiles = max(1, -(-columns // size))
-    sources = (positions, positions, lens, lens)
+    sources = (positions, positions, lens)
     in_tiles, first = 1, True
     while True:
         last = tiles == 1
         kept_here = (
-            (positions, positions, lens, has_nan)
+            (positions, positions, has_nan)
             if last
             else (
                 ints(rows, tiles, kept),
                 ints(rows, tiles, kept),
-                ints(rows, tiles),
                 ints(rows, tiles),
             )
         )
@@ -293,6 +284,7 @@ def choose(
             visible,
             *sources,
             *kept_here,
+            lens,
             positions if slots is None else slots,
             table,
             requests,

@@ -11,9 +11,14 @@ from hypothesis import settings
 settings.register_profile("ml4core", deadline=None, derandomize=True)
 settings.load_profile("ml4core")
 
-# A job in the background ignores SIGINT, and so would the processes that tests interrupt.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A job in the background may ignore these signals, and so would the processes that tests tell to
+# stop by them.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

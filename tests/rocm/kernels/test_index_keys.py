@@ -162,12 +162,13 @@ def test_ragged_scores_are_those_of_pages(device: torch.device) -> None:
     found = ragged_logits(*given)
     for t in range(5):
         begin, seen = int(begins[t]), int(visible[t])
-        assert torch.equal(found[t, begin : begin + seen], paged[t, :seen])
+        # Tiles differ, and with them the order in which the host's products sum.
+        torch.testing.assert_close(found[t, begin : begin + seen], paged[t, :seen])
         assert bool(torch.isneginf(found[t, :begin]).all())
         assert bool(torch.isneginf(found[t, begin + seen :]).all())
     left = ragged_logits(*given, fill=False)
     inside = torch.isfinite(found)
-    assert torch.equal(left[inside], found[inside])
+    torch.testing.assert_close(left[inside], found[inside])
 
 
 def test_a_cache_of_another_order_is_not_read_in_silence(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from ml4core.engine.image_limits import FLAG
 from ml4core.engine.kv_manager import KVManager
 from ml4core.engine.request import Request
 from ml4core.engine.sampling_params import SamplingParams, child_seed
-from ml4core.models.pixtral_images import unfit
+from ml4core.models.pixtral_sizes import unfit
 
 
 class Intake:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ml4core.models.pixtral_images import image_cells, patch_images
+from ml4core.models.pixtral_images import patch_images
+from ml4core.models.pixtral_sizes import image_cells
 
 from .support import random_images, spec_of
 

@@ -43,6 +43,7 @@ class Server:
         )
         self.lines: list[dict[str, Any]] = []
         self.noise: list[str] = []
+        self._clients: list[httpx.Client | openai.OpenAI] = []
         self._silent = False
         self._known = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -84,11 +85,15 @@ class Server:
         return int(self.event("serving", START_SECONDS)["engine_pid"])
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=120, **options)
+        client = httpx.Client(base_url=self.url, timeout=120, **options)
+        self._clients.append(client)  # closed with the server, if not before
+        return client
 
     def openai(self, **options: Any) -> openai.OpenAI:
         options = {"api_key": "none", "max_retries": 0, "timeout": 120} | options
-        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", **options)
+        self._clients.append(client)
+        return client
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         with self.http() as client:
@@ -109,6 +114,8 @@ class Server:
         return self.process.wait(seconds)
 
     def kill(self) -> None:
+        for client in self._clients:
+            client.close()
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(30)

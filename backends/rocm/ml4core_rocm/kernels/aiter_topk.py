@@ -13,8 +13,6 @@ from torch import Tensor
 from ml4core_rocm.aiter_functions import load
 
 KEYS = 2048
-LEAST_PREFILL = 32768
-"""Keys of the longest row from which on its prefill kernel is worth its launch."""
 
 
 def topk_rows(scores: Tensor, begins: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:

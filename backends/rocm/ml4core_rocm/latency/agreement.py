@@ -6,13 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, Protocol
 
 from ml4core.api import Refusal, Refused
-
-TIMEOUT = timedelta(seconds=60)
-"""A rank that doesn't come is as good as a refusal."""
 
 
 class Group(Protocol):

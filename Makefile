@@ -12,7 +12,7 @@ BENCH_ARGS ?=
 SERVE_ARGS ?=
 
 BIN := .venv/bin
-PROJECTS := . backends/cuda backends/rocm backends/tpu conformance
+PROJECTS := . backends/triton backends/cuda backends/rocm backends/tpu conformance
 MANIFESTS := $(PROJECTS:%=%/pyproject.toml) constraints.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 SIBLINGS = $(patsubst %,-e %,$(filter-out .,$(PROJECTS)))
@@ -48,7 +48,7 @@ lint: .venv/.installed-dev ## ruff, mypy, import-linter
 bench: .venv/.installed-dev ## measure steps, speed, memory, and transformers beside it
 	$(BIN)/ml4 bench step --compare transformers $(BENCH_ARGS)
 
-wheels: .venv/.installed-dev ## build the wheels of the five distributions into dist/
+wheels: .venv/.installed-dev ## build the wheels of the six distributions into dist/
 	rm -rf $(PROJECTS:%=%/build/lib) $(PROJECTS:%=%/build/bdist.*)
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist $(PROJECTS:%=./%)
 

@@ -1,10 +1,11 @@
 """Makes a trained model the one that ml4core ships: its files, checksums, figures and card.
 
     python -m tools.ship_tiny all --bf16 FOLDER --training figures.json --dense dense.json
-                                  --trained "450 million tokens, one H200"
+                                  --first first.json --trained "710 million tokens, one H200"
 
-does everything: FOLDER is what `python -m tools.train_tiny export --format bf16` wrote, the two
-files are what its `evaluate` wrote of the model and of the dense baseline. `checkpoint`, `figures`,
+does everything: FOLDER is what `python -m tools.train_tiny export --format bf16` wrote, the three
+files are what its `evaluate` wrote of the model, of the dense baseline, and of the model when it
+had seen the baseline's tokens. `checkpoint`, `figures`,
 `card` and `readme` are its four steps. The figures take about half an hour on two cores.
 """
 
@@ -61,6 +62,7 @@ def figures(args: argparse.Namespace) -> None:
         "formats": formats,
         "training": json.loads(args.training.read_text("utf-8")) if args.training else None,
         "dense": json.loads(args.dense.read_text("utf-8")) if args.dense else None,
+        "first": json.loads(args.first.read_text("utf-8")) if args.first else None,
     }
     (embedded_folder() / FIGURES).write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
@@ -101,28 +103,28 @@ def section(found: Mapping[str, Any]) -> str:
         "Against the weights before they were quantised (BF16, not shipped), by `ml4 quantize`:\n",
         *map(markdown, tables(found["formats"])),
     ]
-    if found["training"] and found["dense"]:
+    if found["training"] and found["dense"] and found["first"]:
         parts += [
-            "After training, on whole validation parts in windows of 2,048 tokens, nats a token "
-            "(of chats, the assistant's words). The dense model has the active size of this one, "
-            "and saw the same tokens:\n",
-            markdown(_losses(found["training"], found["dense"])),
+            "After training, on validation parts in windows of 2,048 tokens, nats a token (of "
+            "chats, the assistant's words). The dense model has the active size of this one, and "
+            "saw the tokens of its first round:\n",
+            markdown(_losses(found["training"], found["first"], found["dense"])),
         ]
     return "\n" + "\n".join(parts) + "\n"
 
 
-def _losses(training: Mapping[str, Any], dense: Mapping[str, Any]) -> Table:
+def _losses(
+    training: Mapping[str, Any], first: Mapping[str, Any], dense: Mapping[str, Any]
+) -> Table:
+    columns = (
+        "part", "top-k 256", "full attention", "first round: full attention", "dense model"
+    )  # fmt: skip
+    shown = (training["sparse"], training["dense"], first["dense"], dense["dense"])
     rows = tuple(
-        (
-            part,
-            f"{training['sparse'][part]:.3f}",
-            f"{training['dense'][part]:.3f}",
-            f"{dense['dense'][part]:.3f}",
-        )
+        (part, *(f"{losses[part]:.3f}" for losses in shown))
         for part in SHOWN
-        if part in training["sparse"] and part in dense["dense"]
+        if all(part in losses for losses in shown)
     )
-    columns = ("part", "top-k 256", "full attention", "dense model, full attention")
     return Table("Validation loss", columns, rows)
 
 
@@ -161,6 +163,7 @@ def main() -> None:
     top.add_argument("--bf16", type=Path, help="the trained checkpoint")
     top.add_argument("--training", type=Path, help="figures of its training")
     top.add_argument("--dense", type=Path, help="figures of the baseline")
+    top.add_argument("--first", type=Path, help="figures of its first round, on the same tokens")
     top.add_argument("--trained", default="", help="tokens and machine, for the card")
     args = top.parse_args()
     if args.step in ("all", "checkpoint", "figures") and args.bf16 is None:

@@ -78,7 +78,8 @@ class Check:
         provisional: reported, but never gates; for checks younger than one release.
         unit: checks of one unit run one after the other in one process, and share cached work.
         isolated: runs in a process of its own, as it may crash or hang.
-        timeout_s: seconds after which it is a FAIL, on any machine.
+        timeout_s: seconds after which it is a FAIL, on any machine; longer on a device that only
+            interprets its kernels, see ``Target.limit``.
         bugs: ids of known public faults that it guards against.
     """
 

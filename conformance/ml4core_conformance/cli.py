@@ -8,7 +8,7 @@ found until then written all the same.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -63,7 +63,7 @@ def run(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Inputs are drawn for this many seeds.")] = 1,
     device: Annotated[
-        str, typer.Option(help="Kind of the device: real, interpreted or fake.")
+        str, typer.Option(help="Kind of the device: real, interpreted, fake or source.")
     ] = "real",
     api: Annotated[
         int | None, typer.Option(help="Judge as a backend of this API version.", min=1)
@@ -87,8 +87,7 @@ def run(
     from ml4core_conformance.results import Selection
     from ml4core_conformance.verify import examine, find, served_api
 
-    if device not in ("real", "interpreted", "fake"):
-        raise UsageError(f"--device {device}: works: real, interpreted, fake")
+    _known_kind(device)
     if backend == "auto":
         raise UsageError("--backend auto: name the backend to judge; `ml4 backends` lists them")
     known = _waivers(waivers)
@@ -189,7 +188,8 @@ def diff(
 def matrix(
     files: Files,
     also: Annotated[
-        list[str] | None, typer.Option(help="A backend to show as never run, if it wasn't.")
+        list[str] | None,
+        typer.Option(help="A backend to show as never run, if it wasn't on a real device."),
     ] = None,
     write: Annotated[Path | None, typer.Option(help="File to write; else stdout.")] = None,
 ) -> None:
@@ -212,33 +212,49 @@ def self_test(
     full: Annotated[bool, typer.Option("--full", help="Every check on every mutant.")] = False,
     expression: Annotated[str, typer.Option("-k", help="Mutants whose name holds these.")] = "",
     jobs: Annotated[int | None, typer.Option(min=0, help="Worker processes.")] = None,
+    device: Annotated[
+        str, typer.Option(help="Kind of the device: real, interpreted, fake or source.")
+    ] = "real",
+    profile: Annotated[
+        list[str] | None,
+        typer.Option("--profile", help="Mutants that die in these profiles; may be repeated."),
+    ] = None,
 ) -> None:
     """Judge the suite: the honest backend passes, each mutant dies where it should, and each check
-    that gates kills at least one. Exit code 0 if so. With -k, checks that kill none are not held
-    against it.
+    that gates kills at least one. Exit code 0 if so. With -k or --profile, checks that kill none
+    are not held against it.
     """
     from ml4core_conformance.expression import ExpressionError, parse
     from ml4core_conformance.mutants import mutants
-    from ml4core_conformance.selftest import selftest, text
+    from ml4core_conformance.selftest import selftest, text, within
     from ml4core_conformance.verify import find
 
+    _known_kind(device)
     try:
         meant = parse(expression)
-    except ExpressionError as error:
+        all_mutants = within(mutants(), known_checks(""), profile) if profile else mutants()
+    except (ExpressionError, ValueError) as error:
         raise UsageError(str(error)) from None
-    chosen = [mutant for mutant in mutants() if meant(mutant.name)]
+    chosen = [mutant for mutant in all_mutants if meant(mutant.name)]
     if not chosen:
         raise UsageError(
-            f"-k {expression!r}: no mutant is called so; works: part of a name, as topk or fault"
+            f"-k {expression!r}: no mutant is called so{' in these profiles' if profile else ''}; "
+            "works: part of a name, as topk or fault"
         )
-    found = find(backend)
-    outcome = selftest(
-        found, chosen, full=full, jobs=jobs, partial=bool(expression), tell=output.note
-    )
+    found = find(backend, device_kind=device)
+    partial = bool(expression or profile)
+    outcome = selftest(found, chosen, full=full, jobs=jobs, partial=partial, tell=output.note)
     output.write(text(outcome))
     if not outcome.complete:
         raise typer.Exit(INTERRUPTED)
     raise typer.Exit(OK if outcome.passed else NOT_CONFORMANT)
+
+
+def _known_kind(device: str) -> None:
+    from ml4core.api.backend import DeviceKind
+
+    if device not in (kinds := get_args(DeviceKind)):
+        raise UsageError(f"--device {device}: works: {', '.join(kinds)}")
 
 
 def exit_code(result: Result) -> int:

@@ -23,7 +23,7 @@ run_key = pytest.StashKey["_Run"]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ml4core conformance")
     group.addoption("--ml4-backend", default="", help="word of the backend to judge")
-    group.addoption("--ml4-device", default="real", help="real, interpreted or fake")
+    group.addoption("--ml4-device", default="real", help="real, interpreted, fake or source")
     group.addoption("--ml4-profile", action="append", default=[], help="may be repeated")
     group.addoption("--ml4-seeds", type=int, default=1, help="inputs are drawn for this many seeds")
     group.addoption("--ml4-jobs", type=int, default=None, help="worker processes")

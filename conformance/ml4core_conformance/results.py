@@ -121,7 +121,7 @@ class CheckResult:
 class DeviceFacts:
     """The device of a run; ``driver`` is what its details say of one."""
 
-    kind: Literal["real", "interpreted", "fake", "none"]
+    kind: Literal["real", "interpreted", "fake", "source", "none"]
     name: str
     arch: str
     torch_device: str = ""

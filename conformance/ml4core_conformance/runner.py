@@ -173,7 +173,8 @@ class _Pool:
         log = self._folder / f"{time.monotonic_ns()}.txt"
         threads = max(1, cores() // self._jobs)
         process = Process(self._target, log, threads)
-        self._workers.append(_Worker(process, self._queue.pop(0), time.monotonic() + START_S))
+        unit, deadline = self._queue.pop(0), time.monotonic() + START_S
+        self._workers.append(_Worker(process, unit, deadline, self._target.limit))
 
     def _listen(self, worker: _Worker) -> None:
         """Takes all that a worker has said; notes its death, if that is what it was."""
@@ -238,9 +239,16 @@ class _Worker:
         since: monotonic time of what it is at.
     """
 
-    def __init__(self, process: Process, unit: list[Check], deadline: float) -> None:
+    def __init__(
+        self,
+        process: Process,
+        unit: list[Check],
+        deadline: float,
+        limit_of: Callable[[Check], float],
+    ) -> None:
         self.process = process
         self.ready = False
+        self._limit_of = limit_of
         self.begin(unit)
         self.deadline = deadline
 
@@ -254,4 +262,6 @@ class _Worker:
     @property
     def limit(self) -> float:
         """Seconds that what it is at may take."""
-        return self.unit[self.at].timeout_s if self.at < len(self.unit) else CLOSING_S
+        if self.at == len(self.unit):
+            return CLOSING_S
+        return self._limit_of(self.unit[self.at])

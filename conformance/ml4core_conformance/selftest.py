@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import zip_longest
 
-from ml4core_conformance.check import Check, Status
+from ml4core_conformance.check import PROFILES, Check, Status
 from ml4core_conformance.facts import Found
 from ml4core_conformance.mutant import Mutant
 from ml4core_conformance.results import CheckResult
@@ -169,6 +169,24 @@ def means(entry: str, check: Check | CheckResult) -> bool:
     by its family.
     """
     return entry in (check.id, check.family) or fnmatchcase(check.id, entry.replace("[", "[[]"))
+
+
+def within(
+    mutants: Iterable[Mutant], checks: Sequence[Check], profiles: Collection[str]
+) -> list[Mutant]:
+    """Those that can die in these profiles alone. ``ValueError`` for a word that is none."""
+    if unknown := sorted(set(profiles) - set(PROFILES)):
+        raise ValueError(f"no profile {', '.join(unknown)}; works: {', '.join(PROFILES)}")
+    return [
+        mutant
+        for mutant in mutants
+        if all(
+            check.profile in profiles
+            for entry in mutant.dies_at
+            for check in checks
+            if means(entry, check)
+        )
+    ]
 
 
 def told(trial: Trial) -> str:

@@ -91,6 +91,7 @@ class Subject:
             index_layout=defaults.get("index", "planar_f32"),
             block_size=int(defaults.get("block_size", "64")),
             max_model_len=4096,
+            max_num_seqs=8,
             additional_config=dict(self.options),
         )
         return replace(base, **changes)

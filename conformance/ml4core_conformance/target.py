@@ -16,6 +16,9 @@ from ml4core_conformance.subject import Subject
 NO_DEVICE = Device("fake", "no device", "none", "cpu")
 """Stands for the device where the backend finds none, so that checks which need none can run."""
 
+SLOWNESS = {"interpreted": 5.0}
+"""Kind of device -> by how much its checks may take longer."""
+
 Source = Callable[[], Iterable[Check]]
 """A function of a module that lists checks: worker processes call it too."""
 
@@ -45,6 +48,10 @@ class Target:
     @property
     def name(self) -> str:
         return self.record.name if self.record else str(getattr(self.backend, "name", "?"))
+
+    def limit(self, check: Check) -> float:
+        """Seconds that a check may take on this device."""
+        return check.timeout_s * SLOWNESS.get(self.device.kind, 1.0)
 
     def load(self) -> Backend:
         """The backend, in this process. One that can't be loaded says so at every call."""

@@ -34,7 +34,7 @@ def verify(
         profiles: of the checks; none named means all.
         expression: as ``-k``.
         seeds: inputs are drawn for the seeds 0 to this, exclusive.
-        device_kind: ``real``, ``interpreted`` or ``fake``.
+        device_kind: ``real``, ``interpreted``, ``fake`` or ``source``.
         waivers: faults that are known; see ``ml4core_conformance.waivers``.
 
     Raises ``Refused`` if no such backend may be loaded, and ``ValueError`` for an unknown profile

@@ -41,8 +41,8 @@ def work(target: Target, connection: Connection, log: str, threads: int) -> None
     while (ids := connection.recv()) is not None:
         os.ftruncate(output, 0)
         unit = target.checks(ids, suite)
-        limits = [*(check.timeout_s for check in unit[1:]), CLOSING_S, CLOSING_S]
-        faulthandler.dump_traceback_later(unit[0].timeout_s, file=2)
+        limits = [*(target.limit(check) for check in unit[1:]), CLOSING_S, CLOSING_S]
+        faulthandler.dump_traceback_later(target.limit(unit[0]), file=2)
         results: Iterator[CheckResult] = (
             _unloaded(backend, target.subject(backend), unit)
             if isinstance(backend, Unloadable)

@@ -9,6 +9,7 @@ from ml4core.api.deployment import CORE_SWITCHES, Deployment
 from ml4core.api.faults import Fault, FaultError
 from ml4core.api.hookspecs import BACKENDS_GROUP, COMMANDS_GROUP, PROJECT, hookimpl, hookspec
 from ml4core.api.layouts import KVCache, KVField, KVLayout, KVPart
+from ml4core.api.memory import DeviceMemory, MemoryFigures
 from ml4core.api.model import (
     IndexerSpec,
     LayerSpec,
@@ -36,6 +37,7 @@ from ml4core.api.speculation import (
     DraftOutput,
     DraftPlan,
     DraftSpec,
+    DraftStep,
     DraftWeights,
     Sampling,
     Verified,
@@ -52,6 +54,8 @@ from ml4core.api.stages import (
     StageSpec,
 )
 from ml4core.api.step import (
+    Capture,
+    CapturingExecutor,
     Segment,
     StepBuckets,
     StepExecutor,
@@ -94,13 +98,17 @@ __all__ = [
     "Backend",
     "Candidate",
     "Capabilities",
+    "Capture",
+    "CapturingExecutor",
     "Collectives",
     "Deployment",
     "Device",
     "DeviceKind",
+    "DeviceMemory",
     "DraftOutput",
     "DraftPlan",
     "DraftSpec",
+    "DraftStep",
     "DraftWeights",
     "Drafter",
     "Fault",
@@ -112,6 +120,7 @@ __all__ = [
     "KVPart",
     "LayerKV",
     "LayerSpec",
+    "MemoryFigures",
     "MoESpec",
     "ModelPart",
     "ModelSpec",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ml4core.api.deployment import Deployment
 
-DeviceKind = Literal["real", "interpreted", "fake"]
+DeviceKind = Literal["real", "interpreted", "fake", "source"]
 ModelPart = Literal["decoder", "draft", "vision"]
 
 
@@ -34,7 +34,9 @@ class Device:
     """A device that a probe found.
 
     Attributes:
-        kind: ``real``; or ``interpreted`` or ``fake``, which open only when asked for.
+        kind: ``real``; or one that opens only when asked for: ``interpreted``, where kernels run in
+            an interpreter on the host; ``fake``, where something else stands in their place; and
+            ``source``, where their sources are compiled for another device than they are made for.
         name: for people, e.g. the product name.
         arch: the architecture word that kernels depend on, e.g. ``x86_64`` or ``sm_90``.
         torch_device: what ``torch.device`` takes.
@@ -101,7 +103,10 @@ class Session(Protocol):
 
     It may have ``step_buckets``, a ``StepBuckets``: the sizes that it compiles steps for. Without,
     or with None, steps have the sizes that they have. It may have ``switches``, words by word: its
-    own settings as they are in force, for the start-up report.
+    own settings as they are in force, for the start-up report. It may have ``memory``, a
+    ``DeviceMemory``: then steps are tried as the engine starts, caches are sized by what they leave
+    of ``--gpu-memory-utilization``, and what has to be compiled or captured is so before the first
+    request.
     """
 
     @property

@@ -32,6 +32,8 @@ class Deployment:
         weight_bytes: bytes of the checkpoint's tensors; of those that are converted while they are
             loaded, of what they become.
         block_size: tokens a page.
+        cudagraph_capture_sizes: rows of the steps that are captured, ascending; empty: the
+            backend's choice.
         needs: capability words that this deployment needs.
         attention_config, additional_config: parsed JSON of those flags. A backend refuses each key
             that neither core nor itself reads, see ``unknown_switches``.
@@ -57,6 +59,7 @@ class Deployment:
     enable_expert_parallel: bool = False
     nnodes: int = 1
     enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] = ()
     seed: int = 0
     needs: frozenset[str] = frozenset()
     attention_config: Mapping[str, object] = field(default_factory=dict, hash=False)

@@ -11,7 +11,8 @@ class Fault:
     refused.
 
     Attributes:
-        code: a short stable word, e.g. ``"nan"``, ``"timeout"``, ``"device"``, ``"contract"``.
+        code: a short stable word, e.g. ``"nan"``, ``"timeout"``, ``"device"``, ``"contract"``,
+            ``"memory"``.
         message: what happened, for a person.
         step: the step counter at which it was seen.
         rank: the rank that saw it first.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ml4core.api.layouts import KVCache
+    from ml4core.api.step import StepShape
 
 WindowMode = Literal["row", "block"]
 AnchorVector = Literal["none", "add", "replace"]
@@ -180,6 +181,41 @@ class DraftPlan(NamedTuple):
     """[R, B] int32 pages of the draft group. Those wholly below the window may be page 0."""
     sampling: Sampling
     """``positions`` are the P. With temperature 0 drafts are greedy."""
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """What an executor is given for a ``draft_block``: a plan, and the taps that its context states
+    are made of. A step with it returns a ``StepOutput`` of the drafts' logits, their ids as the one
+    tap, and no fault.
+
+    ``shape``: blocks as verify windows, context rows as one request's chunk.
+    """
+
+    shape: StepShape
+    plan: DraftPlan
+    taps: tuple[Tensor, ...]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As those of a ``StepPlan``, with names of their own."""
+        plain = self.plan._asdict()
+        sampling: Sampling = plain.pop("sampling")
+        found = {f"draft.{name}": one for name, one in plain.items()}
+        found |= {f"draft.sampling.{name}": one for name, one in sampling._asdict().items()}
+        return found | {f"draft.taps.{i}": tap for i, tap in enumerate(self.taps)}
+
+    def replace_tensors(self, tensors: Mapping[str, Tensor]) -> DraftStep:
+        """The step of the same shape with these in place of its own; those that are not named
+        stay. Raises ``ValueError`` for other names.
+        """
+        own = self.tensors()
+        if unknown := sorted(tensors.keys() - own.keys()):
+            raise ValueError(f"{unknown} are no tensors of a drafting step; it has {list(own)}")
+        found = own | dict(tensors)
+        sampling = Sampling(*(found[f"draft.sampling.{name}"] for name in Sampling._fields))
+        plain = {n: found[f"draft.{n}"] for n in DraftPlan._fields if n != "sampling"}
+        taps = tuple(found[f"draft.taps.{i}"] for i in range(len(self.taps)))
+        return DraftStep(self.shape, DraftPlan(**plain, sampling=sampling), taps)
 
 
 class DraftOutput(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -200,23 +200,64 @@ class StepOutput(NamedTuple):
 
 
 class StepExecutor(Protocol):
-    """Turns the forward into what runs for one shape: itself on a CPU, a captured graph, or a
-    compiled program.
+    """Turns a step into what runs for one shape: itself on a CPU, a captured graph, or a compiled
+    program. Steps are the forward, with a ``StepPlan``, and a drafter's block behind it, with a
+    ``DraftStep``; an executor knows of both that they have ``tensors`` and ``replace_tensors``.
 
     What a compiled callable returns lives until the executor's next call, of any shape: the engine
     queues all that reads it, or copies it, on the same stream before. The plan's tensors belong to
     the engine, which may write to them once the call has returned: a graph copies them into
-    buffers of its own (``StepPlan.tensors``).
+    buffers of its own (``StepPlan.tensors``), in the order of the stream. What it copies may be a
+    result of the call before.
+
+    It may be a ``CapturingExecutor``.
     """
 
     def compile(
         self, step: Callable[..., StepOutput], shape: StepShape
     ) -> Callable[..., StepOutput]:
-        """A callable with ``step``'s arguments that runs it at this shape."""
+        """A callable with ``step``'s arguments (weights, plan, caches) that runs it at this
+        shape.
+        """
         ...
 
     def eager_break(self, function: F) -> F:
         """Marks a call that stays outside of a captured graph. It writes into ``out=`` arguments
         and returns nothing.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a capture cost.
+
+    Attributes:
+        seconds: of the host.
+        nbytes: what the allocator took for it; little after the first, where they share a pool.
+        segments: graphs that the step was cut into.
+    """
+
+    shape: StepShape
+    seconds: float
+    nbytes: int
+    segments: int
+
+
+class CapturingExecutor(StepExecutor, Protocol):
+    """An executor that records steps and replays them. The engine has it capture as it starts:
+    largest shapes first, by two calls of a program with a plan of padding.
+    """
+
+    @property
+    def captures(self) -> Sequence[Capture]:
+        """What each capture has cost, in order, since ``drop``."""
+        ...
+
+    def captures_shape(self, shape: StepShape) -> bool:
+        """Whether a program of this shape is captured, in its second call at the latest."""
+        ...
+
+    def drop(self) -> None:
+        """Gives back what was captured. Programs made before are not called any more."""
         ...

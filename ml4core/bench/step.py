@@ -111,7 +111,8 @@ def _speeds(
     longest = max(*contexts, options.input_len) + tokens + model.ROOM
     each = options.input_len + tokens + model.ROOM + (args.block_size or 64)
     sequences = max(1, math.ceil(max(options.batches) * each / longest))
-    engine = open_engine(args, choice=choice, sequences=sequences, tokens_each=longest)
+    # Batches are known; where steps are captured they are for as many requests as may come.
+    engine = open_engine(args, choice=choice, sequences=sequences, tokens_each=longest, fill=True)
     try:
         core = engine.core
         model.warm_up(core, vocab_size, min(contexts))

@@ -20,7 +20,7 @@ def ops(
         str, typer.Option(metavar="NAME|auto", help="Whose ops; see: ml4 backends.")
     ] = "auto",
     device: Annotated[
-        Literal["real", "interpreted", "fake"] | None,
+        Literal["real", "interpreted", "fake", "source"] | None,
         typer.Option(help="Kind of the device; one that isn't real is opened only if asked for."),
     ] = None,
     op: Annotated[

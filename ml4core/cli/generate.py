@@ -146,6 +146,7 @@ def _run(
             eos_ids=frozenset({tokenizer.eos_id}),
             progress=progress,
             grammars=LLGrammars(tokenizer),
+            starting=output.stage_line,
         )
     try:
         facts = engine.report() if report else None

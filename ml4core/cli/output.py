@@ -151,6 +151,12 @@ def steps_bar() -> Iterator[Any]:
         yield draw
 
 
+def stage_line(what: str, done: int, total: int) -> None:
+    """Says on stderr that a part of a start begins, of so many steps."""
+    if done == 0:
+        note(f"{what}: {total} step{'s' * (total != 1)}")
+
+
 @contextmanager
 def busy(what: str) -> Iterator[None]:
     """Says on stderr that something goes on whose length isn't known, where that is a terminal."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -91,7 +91,7 @@ def _options(
     from ml4core.planning.plan import PlanOptions
 
     problems = []
-    sizes: dict[str, int | None] = {}
+    sizes: dict[str, Any] = {}
     fp8 = PlanOptions.fp8
     if device is not None and memory is not None:
         problems.append(f"--memory: {memory:g} contradicts --device {device}; leave one out")

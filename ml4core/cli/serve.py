@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import typer
+
 from ml4core.cli import output
-from ml4core.cli.exits import UsageError
+from ml4core.cli.exits import ERROR, UsageError
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.backend_choice import choose_backend
 from ml4core.serving.http.flags import ServerArgs, without_server_flags
@@ -25,8 +27,13 @@ def serve(args: EngineArgs, server: ServerArgs) -> None:
         choose_backend(engine)  # with all else that is against it, before anything is imported
     try:
         need_server()
-        from ml4core.serving.http.serve import run
-
+        from ml4core.serving.http.serve import ShutdownError, run
+    except MissingPackageError as error:
+        raise UsageError(str(error)) from error
+    try:
         run(args, server)
     except MissingPackageError as error:
         raise UsageError(str(error)) from error
+    except ShutdownError as error:
+        output.note(f"error: {error}")
+        raise typer.Exit(ERROR) from error

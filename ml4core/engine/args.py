@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ml4core.api import Refusal
+from ml4core.engine import graph_capture
 from ml4core.engine.errors import ArgumentsError
 from ml4core.engine.flag_spec import Flag, flags_of
 from ml4core.engine.flags import Features, Memory, Model, Parallel
@@ -80,6 +81,11 @@ def _disagreements(args: EngineArgs) -> Iterator[str]:
         yield '--speculative-config: no method; works: {"method": "dspark", ...}'
     if args.enable_ep_weight_filter and not args.enable_expert_parallel:
         yield "--enable-ep-weight-filter: does nothing without --enable-expert-parallel"
+    yield from graph_capture.problems(args.cudagraph_capture_sizes, args.compilation_config)
+    if args.num_gpu_blocks_override is not None and args.kv_cache_memory_bytes is not None:
+        yield (
+            "--num-gpu-blocks-override: --kv-cache-memory-bytes sizes the same; works: one of them"
+        )
     if args.enable_auto_tool_choice and args.tool_call_parser is None:
         yield "--enable-auto-tool-choice: needs --tool-call-parser"
     rows, sequences = args.max_num_batched_tokens, args.max_num_seqs

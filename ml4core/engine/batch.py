@@ -164,8 +164,10 @@ class BatchState:
         visible[at] = position + 1
         page, within = np.divmod(position, self._block_size)
         tables, places, widths = [], [], []
+        furthest = max(self._ahead.values(), default=0)
         for group in self._groups:
-            keys = last + self._ahead[group]
+            # With sizes to pad to, all groups have one: else their sizes would be paired.
+            keys = last + (furthest if self._buckets.pages else self._ahead[group])
             wide = self._buckets.padded("pages", -(-keys // self._block_size))
             self._tables[group] = _widened(self._tables[group], wide)
             of_work = self._tables[group][slots, :wide]
@@ -180,7 +182,10 @@ class BatchState:
             places.append(place)
             widths.append((group, wide))
         wanted, firsts = _wanted(layout, held, windows, decodes, every_row)
-        logits = _zeros(self._buckets.padded("logits", len(wanted)))
+        decode, verify, prefill = layout.segments
+        # Of a step without chunks it follows from the segments: no program for another size.
+        fewest = 0 if prefill.rows else decode.requests + verify.rows
+        logits = _zeros(self._buckets.padded("logits", max(len(wanted), fewest)))
         logits[: len(wanted)] = wanted
         arrays: list[NDArray[np.generic]] = [ids, positions, layout.row_request, visible, logits]
         arrays += [layout.query_start.astype(np.int32), *tables, *places]

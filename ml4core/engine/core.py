@@ -12,6 +12,7 @@ from ml4core import registry
 from ml4core.api import Fault, FaultError, StepBuckets, VisionSpec
 from ml4core.compose.contract import ContractError
 from ml4core.engine.batch import BatchState, in_row_order
+from ml4core.engine.block_pool import PoolExhausted
 from ml4core.engine.emission import ENDS, sequence_output, take
 from ml4core.engine.errors import RequestError
 from ml4core.engine.grammars import GrammarCompiler
@@ -25,6 +26,9 @@ from ml4core.engine.sampling_params import SamplingParams
 from ml4core.engine.scheduler import Scheduler, SchedulerConfig, Work
 from ml4core.engine.step_input import Places, assemble
 from ml4core.engine.steps import StepHandle, StepRunner
+
+MORE_MEMORY = "a smaller --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs"
+"""What leaves a step more of the device."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class EngineCore:
         overlap: bool = False,
         buckets: StepBuckets | None = None,
         grammars: GrammarCompiler | None = None,
+        mend_drafts: bool = False,
         max_images: int = 0,
         vision: VisionSpec | None = None,
     ) -> None:
@@ -75,6 +80,9 @@ class EngineCore:
         Args:
             buckets: sizes to which steps are padded; None for their own.
             grammars: compiles the forms of answers; None refuses those.
+            mend_drafts: whether drafts may be replaced by tokens that a grammar leaves no choice
+                about: not where they are judged by the law that they were drawn from. Nor are they
+                with a step in flight, which has them from the device.
             max_images: in a prompt.
             vision: the encoder that they must fit; None leaves that to whoever runs the steps.
         """
@@ -83,6 +91,7 @@ class EngineCore:
         self.overlap = overlap
         self.fault: Fault | None = None
         self.cause: BaseException | None = None
+        self._mend_drafts = mend_drafts
         self._runner = runner
         self._intake = Intake(
             kv,
@@ -186,8 +195,7 @@ class EngineCore:
         except FaultError as error:
             outputs = self._stop(error.fault, error.__cause__)
         except (Exception, SystemExit) as error:  # what the device has done is unknown
-            code = "contract" if isinstance(error, ContractError) else "exception"
-            fault = Fault(code, registry.describe(error), self._steps)
+            fault = Fault(*_said(error), self._steps)
             outputs = self._stop(fault, error)
         ended, self._ended = self._ended, []
         return ended + outputs
@@ -254,7 +262,7 @@ class EngineCore:
             elif drafts is None:
                 alive.append(request)
             else:
-                request.drafts[:] = drafts
+                request.drafts[:] = self._mended(request, drafts)
                 self._batch.extend(request, len(new))
             outputs.append(sequence_output(request, new, reason))
             self._output_tokens += len(new)
@@ -262,6 +270,11 @@ class EngineCore:
         for status, requests in ends.items():
             self._finish(requests, status)
         return outputs
+
+    def _mended(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:
+        if request.grammar is None or self.overlap or not self._mend_drafts:
+            return drafts
+        return request.grammar.mended(request.output_ids, drafts)
 
     def _count(self, item: Work, accepted: int) -> None:
         judged = item.rows - 1
@@ -288,3 +301,13 @@ class EngineCore:
         requests = [request for sequences in self._open.values() for request in sequences]
         self._finish(requests, Status.FINISHED_ERROR)
         return [sequence_output(request, (), "error") for request in requests]
+
+
+def _said(error: BaseException) -> tuple[str, str]:
+    """The code and the message of the fault that an exception in a step is."""
+    told = registry.describe(error)
+    if isinstance(error, ContractError):
+        return "contract", told
+    if registry.lacks_memory(error) and not isinstance(error, PoolExhausted):
+        return "memory", f"{told} (works: {MORE_MEMORY})"
+    return "exception", told

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ml4core.api import Fault, FaultError
-from ml4core.engine.runner import MAX_PROGRAMS
+from ml4core.engine.programs import MAX_PROGRAMS
 from ml4core.engine.steps import StepHandle, StepInput, StepResult, StepRunner
 from ml4core.engine.transfers import has_streams
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ml4core.api import VOCABULARY
 from ml4core.api.capabilities import check_words
-from ml4core.engine import image_limits, speculative_config, switches
+from ml4core.engine import graph_capture, image_limits, speculative_config, switches
 from ml4core.engine.flag_spec import flag, one_of
 
 INT64_MAX = 2**63 - 1
@@ -108,16 +108,22 @@ class Memory:
         more=_private_layout,
     )
     kv_cache_memory_bytes: int | None = flag(
-        None, "size of the KV cache; default: what the request needs", maximum=INT64_MAX, units=True
+        None,
+        "size of the KV cache; default: what requests need, or, for those that are not known yet, "
+        "what is left of --gpu-memory-utilization",
+        maximum=INT64_MAX,
+        units=True,
+    )
+    num_gpu_blocks_override: int | None = flag(
+        None, "pages of the KV cache, in place of a size in bytes"
     )
     gpu_memory_utilization: float = flag(
         0.9,
-        "part of the device's memory to use",
+        "part of the device's memory for this process: weights, steps, graphs and KV cache; where "
+        "a device has memory of its own",
         minimum=0,
         maximum=1,
         exclusive=True,
-        part="sizing by a share of the device's memory",
-        remedy="--kv-cache-memory-bytes",
     )
     block_size: int | None = flag(
         None,
@@ -230,11 +236,10 @@ class Features:
     attention_backend: str | None = flag(
         None, "one provider for all attention", metavar="NAME", part="choosing a provider by flag"
     )
-    compilation_config: Mapping[str, Any] = flag(
-        {}, "settings of compilation", part="compilation by flag"
-    )
+    compilation_config: Mapping[str, Any] = flag({}, graph_capture.HELP, keys=graph_capture.KEYS)
     cudagraph_capture_sizes: tuple[int, ...] = flag(
-        (), "step sizes to capture", part="graph capture by flag"
+        (),
+        "rows of the steps that are captured as graphs at the start; default: the backend's choice",
     )
     async_scheduling: bool | None = flag(
         None, "keep a step in flight; default: where the backend can"

@@ -34,6 +34,12 @@ class Matcher(Protocol):
         """Moves on by tokens of the answer. A token that may not come is an ``error``."""
         ...
 
+    def mended(self, drafts: Sequence[int]) -> list[int]:
+        """As many drafts: in place of the first that may not come, and behind it, those that must
+        come there, where the grammar leaves no other. The matcher stays as it is.
+        """
+        ...
+
 
 class GrammarCompiler(Protocol):
     """Compiles forms for one tokenizer.
@@ -73,6 +79,11 @@ class GrammarState:
     @property
     def error(self) -> str:
         return self.matcher.error
+
+    def mended(self, output_ids: Sequence[int], drafts: Sequence[int]) -> list[int]:
+        """The drafts behind ``output_ids``, in the grammar's sight."""
+        self.follow(output_ids)
+        return list(drafts) if self.error else self.matcher.mended(drafts)
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Takes over the output's tokens that came since the last time."""

@@ -4,41 +4,44 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ml4core import registry
 from ml4core.api import (
-    DRAFT_GROUP,
     Deployment,
     FaultError,
     ModelSpec,
-    Segment,
-    StepShape,
 )
 from ml4core.engine import resolve as resolving
 from ml4core.engine import switches
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.backend_choice import choose_backend
+from ml4core.engine.bring_up import bring_up
 from ml4core.engine.cache_identity import cache_root
-from ml4core.engine.cache_sizes import plan_caches
+from ml4core.engine.cache_sizes import Wanted
 from ml4core.engine.core import EngineCore
 from ml4core.engine.deadline import TimedSteps
+from ml4core.engine.estimates import estimates
 from ml4core.engine.generate import Completion, OnToken, generate
 from ml4core.engine.grammars import GrammarCompiler
 from ml4core.engine.image_limits import FLAG as IMAGES_FLAG
 from ml4core.engine.image_limits import image_limit
 from ml4core.engine.kv_pool import Pools
-from ml4core.engine.opening import open_core, open_steps
+from ml4core.engine.opening import open_core
 from ml4core.engine.runner import ModelRunner
 from ml4core.engine.sampling_params import SamplingParams
-from ml4core.engine.speculative_config import FLAG, KEYS, SpeculativeConfig
+from ml4core.engine.speculative_config import FLAG, SpeculativeConfig
 from ml4core.engine.speculative_config import refusals as draft_refusals
+from ml4core.engine.start_report import start_report
+from ml4core.engine.start_up import StartUp
 from ml4core.engine.steps import StepRunner
+from ml4core.engine.trials import Told
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.dspark import with_drafter
 from ml4core.models.dspark_weights import load_draft, validate_draft
@@ -66,8 +69,15 @@ class Engine:
         core: EngineCore,
         speculation: SpeculativeConfig | None = None,
         steps: StepRunner | None = None,
+        start: StartUp | None = None,
+        estimates: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """``steps``: what the core runs, if there is something of it to be closed."""
+        """
+        Args:
+            steps: what the core runs, if there is something of it to be closed.
+            start: how it was brought up, on a device that tells of its memory.
+            estimates: what the planner said of that.
+        """
         self.deployment = deployment
         self.runner = runner
         self.kv_plan = plan
@@ -75,6 +85,8 @@ class Engine:
         self.speculation = speculation
         self._choice = choice
         self._steps = steps
+        self._start = start
+        self._estimates = estimates
         self._fault_told = False
 
     def generate(
@@ -99,82 +111,14 @@ class Engine:
         """The start-up report as JSON-able data: what runs where, who serves each part, and why not
         others.
         """
-        choice, deployment, plan = self._choice, self.deployment, self.kv_plan
-        width = -(-deployment.max_model_len // deployment.block_size)
-        parts = []
-        pages, none = tuple((g, width) for g in plan.layouts), Segment(0, 0, 0)
-        shapes = {
-            "decode": StepShape(Segment(1, 1, 1), none, none, pages, 1),
-            "prefill": StepShape(none, none, Segment(1, 512, 512), pages, 1),
-        }
-        if (drafts := self.speculation) is not None:
-            window = Segment(1, drafts.window, drafts.window)
-            del shapes["decode"]
-            shapes["verify"] = StepShape(none, window, none, pages, drafts.window)
-        for name, shape in shapes.items():
-            parts += [asdict(c) for c in self.runner.choices(shape) if c.step_kind in (name, "*")]
-        if drafts is not None and (draft := deployment.model.draft) is not None:
-            block = Segment(1, draft.depth, draft.depth)
-            table = ((DRAFT_GROUP, width),)
-            drafting = StepShape(none, block, Segment(1, *2 * (drafts.window,)), table, draft.depth)
-            stages = (("verify_and_sample", shapes["verify"]), ("draft_block", drafting))
-            parts += [asdict(self.runner.stage(*stage)[1]) for stage in stages]
-        ops_seen: set[str] = set()
-        unique = []
-        for part in parts:
-            if part["step_kind"] == "*":
-                if part["part"] in ops_seen:
-                    continue
-                ops_seen.add(part["part"])
-            unique.append(part)
-        record = choice.plugin.record
-        return {
-            "backend": {
-                "name": record.name,
-                "distribution": record.distribution,
-                "version": record.version,
-            },
-            "device": asdict(deployment.device),
-            "passed_over": [
-                {"name": name, "reasons": [str(r) for r in refusals]}
-                for name, refusals in choice.trace
-            ],
-            "model": deployment.model.name,
-            "dtype": deployment.dtype,
-            "weights": {
-                "formats": sorted(deployment.weight_formats),
-                "bytes": deployment.weight_bytes,
-            },
-            "switches": switches.told(deployment.additional_config, self.runner.session),
-            "kv": {
-                "layouts": {group: layout.id for group, layout in plan.layouts.items()},
-                "owners": {group: len(layers) for group, layers in plan.owners.items()},
-                "row_bytes": {group: one.bytes_per_token for group, one in plan.layouts.items()},
-                "bytes_per_token": plan.bytes_per_token,
-                "block_size": plan.block_size,
-                "tokens": plan.tokens,
-                "bytes": plan.nbytes,
-            },
-            "max_model_len": deployment.max_model_len,
-            "speculation": self._told_drafts(),
-            "assumptions": dict(deployment.model.assumptions),
-            "parts": unique,
-        }
-
-    def _told_drafts(self) -> dict[str, Any] | None:
-        drafts, draft = self.speculation, self.deployment.model.draft
-        if drafts is None or draft is None:
-            return None
-        facts = {key: getattr(drafts, key) for key in KEYS}
-        return facts | {
-            "drafter": {
-                "layers": len(draft.layers),
-                "depth": draft.depth,
-                "taps": list(draft.taps),
-                "window": draft.window,
-                "assumptions": dict(draft.assumptions),
-            }
-        }
+        found = start_report(
+            self._choice, self.deployment, self.runner, self.kv_plan, self.speculation
+        )
+        if self._start is not None:
+            share = self.deployment.gpu_memory_utilization
+            found["memory"] = self._start.report(share, self._estimates)
+            found["start_up"] = asdict(self._start.timings)
+        return found
 
     def close(self) -> None:
         """Closes the session; but for one within which a step never ended: its thread may use it
@@ -193,6 +137,8 @@ def open_engine(
     eos_ids: frozenset[int] = frozenset(),
     progress: Progress | None = None,
     grammars: GrammarCompiler | None = None,
+    fill: bool = False,
+    starting: Told | None = None,
 ) -> Engine:
     """Opens ``args.model`` on ``args.backend``.
 
@@ -203,11 +149,15 @@ def open_engine(
         eos_ids: tokens that end an answer; the tokenizer knows them.
         progress: told of weight bytes loaded.
         grammars: compiles the forms of answers; None refuses requests for one.
+        fill: requests are not known yet: on a device that tells of its memory caches get all that
+            is left of ``--gpu-memory-utilization``, whatever ``sequences`` and ``tokens_each`` are.
+        starting: told how far warming up and capturing is there.
 
     Raises:
         Refused: with all reasons, before anything is allocated.
         CheckpointError: the checkpoint can't be used.
         RequestError: a flag's value can't be.
+        MemoryError: the device has too little memory; names for what.
     """
     args = switches.with_environment(args)
     choice = choice or choose_backend(args)
@@ -247,26 +197,30 @@ def open_engine(
     session = registry.open_session(choice.plugin, deployment)
     try:
         runner = ModelRunner(session, choice.backend.name, deployment, choice.capabilities)
-        plan = plan_caches(args, deployment, session.layouts, sequences, tokens_each)
         dtype = getattr(torch, deployment.dtype)
-        layers = load_layers(
-            checkpoint, spec, dtype, progress=progress, report=tensors, requant=requant
-        )
-        runner.load(layers)
-        if drafter is not None and spec.draft is not None:
-            runner.load_draft(load_draft(checkpoint, spec.draft, dtype, report=drafter))
-        if vision is not None and spec.vision is not None:
-            runner.load_vision(load_vision(checkpoint, spec.vision, dtype, report=vision))
-        runner.allocate_kv(plan)
+
+        def load() -> None:
+            runner.load(
+                load_layers(
+                    checkpoint, spec, dtype, progress=progress, report=tensors, requant=requant
+                )
+            )
+            if drafter is not None and spec.draft is not None:
+                runner.load_draft(load_draft(checkpoint, spec.draft, dtype, report=drafter))
+            if vision is not None and spec.vision is not None:
+                runner.load_vision(load_vision(checkpoint, spec.vision, dtype, report=vision))
+
+        wanted = Wanted(sequences, tokens_each, fill)
+        plan, steps, start = bring_up(args, deployment, runner, wanted, load, starting)
         root = cache_root(deployment, plan.layouts, checkpoint.path.glob("*.safetensors"))
-        steps = open_steps(args, deployment, runner)
         core = open_core(
             args, deployment, choice.capabilities, runner, plan, steps, eos_ids, root, grammars
         )
+        planner = {} if start is None else estimates(checkpoint, args, deployment)
     except BaseException:
         session.close()
         raise
-    return Engine(choice, deployment, runner, plan, core, config, steps)
+    return Engine(choice, deployment, runner, plan, core, config, steps, start, planner)
 
 
 def _with_drafter(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ModelSpec, TensorReport]:

@@ -28,7 +28,9 @@ def open_steps(args: EngineArgs, deployment: Deployment, runner: ModelRunner) ->
     speculation = None
     if drafts is not None and draft is not None:
         proposer = ModelProposer(runner, draft.depth)
-        speculation = Speculation(proposer, runner.judge, drafts, vocab_size)
+        # Where steps are tried as the engine starts, nothing is to grow later.
+        slots = 1 if runner.memory is None else deployment.max_num_seqs
+        speculation = Speculation(proposer, runner.judge, drafts, vocab_size, slots)
     vision = deployment.model.vision
     images = None if vision is None else ImageEncoder(runner, vision)
     sampler = Sampler(runner.ops, vocab_size, runner.backend)
@@ -80,6 +82,7 @@ def open_core(
         overlap=overlap,
         buckets=getattr(runner.session, "step_buckets", None),
         grammars=grammars,
+        mend_drafts=drafts is not None and not drafts.drawn,
         max_images=image_limit(args.limit_mm_per_prompt),
         vision=deployment.model.vision,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ml4core.api import Capabilities, Deployment, Device, KVLayout, ModelSpec, Refusal
 from ml4core.api.known_layouts import index_layout, latent_layout
-from ml4core.engine import switches
+from ml4core.engine import graph_capture, switches
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
 from ml4core.engine.speculative_config import KEYS, SpeculativeConfig, speculative_config
@@ -115,6 +115,8 @@ def needs(
         words.add("feature:host_offload" if offload else "feature:kv_transfer")
     if args.enable_prefix_caching:
         words.add("feature:prefix_caching")
+    if graph_capture.capture_sizes(args.cudagraph_capture_sizes, args.compilation_config):
+        words.add("feature:graph_capture")
     if args.async_scheduling:
         words.add("feature:async_scheduling")
     return frozenset(words)
@@ -170,7 +172,10 @@ def resolve(
         prefill_context_parallel_size=args.prefill_context_parallel_size,
         enable_expert_parallel=args.enable_expert_parallel,
         nnodes=args.nnodes,
-        enforce_eager=args.enforce_eager,
+        enforce_eager=graph_capture.is_eager(args.enforce_eager, args.compilation_config),
+        cudagraph_capture_sizes=graph_capture.capture_sizes(
+            args.cudagraph_capture_sizes, args.compilation_config
+        ),
         seed=args.seed,
         needs=needs(spec, args, dtype, kv, index, weight_formats),
         attention_config=args.attention_config,

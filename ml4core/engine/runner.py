@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,10 @@ from ml4core.api import (
     DRAFT_GROUP,
     Capabilities,
     Deployment,
+    DeviceMemory,
     DraftOutput,
     DraftPlan,
+    DraftStep,
     DraftWeights,
     Fault,
     FaultError,
@@ -40,14 +42,10 @@ from ml4core.compose.bind import (
 from ml4core.compose.context import StageContext
 from ml4core.engine.collectives import SingleRank
 from ml4core.engine.kv_pool import Pools, allocate
+from ml4core.engine.programs import Programs
 from ml4core.engine.transfers import upload
 from ml4core.models.mistral_large4 import KVState, ModelWeights, forward
 from ml4core.models.pixtral_images import ImageBatch
-
-MAX_PROGRAMS = 256
-"""Step shapes whose programs are kept, those used last. A program of a large model takes some
-hundred kilobytes on the host, and prompts have as many shapes as lengths.
-"""
 
 LayerStream = Iterable[tuple[LayerSpec | None, Mapping[str, torch.Tensor | Weight]]]
 
@@ -60,6 +58,7 @@ class ModelRunner:
     ) -> None:
         ops, self._op_choices = bind_ops(session, capabilities, backend)
         self.session = session
+        self.memory: DeviceMemory | None = getattr(session, "memory", None)
         self.backend = backend
         self.spec = deployment.model
         self._device = deployment.device.torch_device
@@ -73,10 +72,13 @@ class ModelRunner:
             dtype=getattr(torch, deployment.dtype),
             mla_form=str(deployment.attention_config.get("mla_form", "auto")),
         )
-        self._bound: dict[StepShape, tuple[BoundModel, Callable[..., StepOutput]]] = {}
-        self._stages: dict[
+        captured = getattr(session.executor, "captures_shape", lambda shape: False)
+        self._bound: Programs[StepShape, tuple[BoundModel, Callable[..., StepOutput]]]
+        self._bound = Programs(captured)
+        self._drafts: Programs[StepShape, Callable[..., StepOutput]] = Programs(captured)
+        self._stages: Programs[
             tuple[str, StepShape | VisionShape], tuple[Callable[..., Any], Choice]
-        ] = {}
+        ] = Programs()
         self._steps = 0
         self._fault: Fault | None = None
         self.weights: ModelWeights | None = None
@@ -131,11 +133,20 @@ class ModelRunner:
         return top, tuple(done)
 
     def allocate_kv(self, plan: Pools) -> None:
-        """Allocates the caches; ``self.pools`` then hands out their pages."""
+        """Allocates the caches; ``self.pools`` then hands out their pages. Those that were there
+        before are given back first.
+        """
+        self.free_kv()
         caches, self.pools = allocate(self.session, plan)
         self.kv = KVState(caches["latent"], caches.get("index", {}))
         self.draft_kv = tuple(caches.get(DRAFT_GROUP, {}).values())
         self.block_size = plan.block_size
+
+    def free_kv(self) -> None:
+        """Gives the caches back, and the programs that were made for them."""
+        self._bound.clear()
+        self._drafts.clear()
+        self.kv, self.draft_kv = None, ()
 
     def choices(self, shape: StepShape) -> tuple[Choice, ...]:
         """Who serves which part at this shape: the start-up report."""
@@ -154,39 +165,45 @@ class ModelRunner:
 
     def stage(self, name: str, shape: StepShape | VisionShape) -> tuple[Callable[..., Any], Choice]:
         """A stage of the whole model, bound for a shape; and who serves it."""
-        found = self._stages.pop((name, shape), None)
-        if found is None:
-            if len(self._stages) >= MAX_PROGRAMS:
-                del self._stages[next(iter(self._stages))]
-            found = bind_global_stage(name, self.session, self._context, shape)
-        self._stages[name, shape] = found
-        return found
+        return self._stages.get(
+            (name, shape), lambda: bind_global_stage(name, self.session, self._context, shape)
+        )
 
     def judge(self, shape: StepShape) -> Verifier:
         """What judges the verify windows of a step of this shape."""
         return self.stage("verify_and_sample", shape)[0]
 
     def draft(self, plan: DraftPlan, taps: tuple[torch.Tensor, ...]) -> DraftOutput:
-        """Queues a drafting step."""
+        """Queues a drafting step, whose output lives as long as that of ``launch``: until the next
+        of either.
+        """
         if self.draft_weights is None or not self.draft_kv:
             raise RuntimeError("load_draft() and allocate_kv() with a draft group come before")
-        call = self.stage("draft_block", draft_shape(plan))[0]
-        output: DraftOutput = call(self.draft_weights, plan, self.draft_kv, taps)
-        return output
+        shape = draft_shape(plan)
+        program = self._drafts.get(shape, lambda: self._draft_program(shape))
+        output = program(self.draft_weights, DraftStep(shape, plan, taps), self.draft_kv)
+        return DraftOutput(output.taps[0], output.logits)
+
+    def _draft_program(self, shape: StepShape) -> Callable[..., StepOutput]:
+        block = self.stage("draft_block", shape)[0]
+
+        def step(weights: DraftWeights, given: DraftStep, kv: Sequence[KVCache]) -> StepOutput:
+            made: DraftOutput = block(weights, given.plan, kv, given.taps)
+            no_fault = torch.zeros((), dtype=torch.bool, device=made.ids.device)
+            return StepOutput(made.logits, (made.ids,), no_fault)
+
+        return self.session.executor.compile(step, shape)
 
     def _bind(self, shape: StepShape) -> tuple[BoundModel, Callable[..., StepOutput]]:
-        found = self._bound.pop(shape, None)
-        if found is None:
-            if len(self._bound) >= MAX_PROGRAMS:
-                del self._bound[next(iter(self._bound))]
-            bound = bind_model(self.session, self._context, shape)
+        return self._bound.get(shape, lambda: self._program(shape))
 
-            def step(weights: ModelWeights, plan: StepPlan, kv: KVState) -> StepOutput:
-                return forward(bound, weights, plan, kv)
+    def _program(self, shape: StepShape) -> tuple[BoundModel, Callable[..., StepOutput]]:
+        bound = bind_model(self.session, self._context, shape)
 
-            found = (bound, self.session.executor.compile(step, shape))
-        self._bound[shape] = found  # to the end: the first is the one used longest ago
-        return found
+        def step(weights: ModelWeights, plan: StepPlan, kv: KVState) -> StepOutput:
+            return forward(bound, weights, plan, kv)
+
+        return bound, self.session.executor.compile(step, shape)
 
     def step(self, plan: StepPlan) -> StepOutput:
         """Runs the plan. Raises ``FaultError``; then no result of this step leaves and no later

@@ -63,13 +63,17 @@ class Speculation:
         judge: Callable[[StepShape], Verifier],
         config: SpeculativeConfig,
         vocab_size: int,
+        slots: int = 1,
     ) -> None:
-        """``judge``: gives what judges windows of a step's shape."""
+        """``judge``: gives what judges windows of a step's shape. ``slots``: requests that run
+        together, at first.
+        """
         self._proposer = proposer
         self._judge = judge
         self._config = config
         self._vocab = vocab_size
         self._depth = config.num_speculative_tokens
+        self._slots = slots
         self._logits: Tensor | None = None  # [slots, N, vocab] fp32, of drafts that are drawn
 
     def run(
@@ -110,8 +114,8 @@ class Speculation:
         draft_ids = torch.where(real, plan.token_ids[rows].view(-1, width), -1)[:, 1:].contiguous()
         draft_logits = None
         if self._config.drawn:
-            assert self._logits is not None, "a window follows a step that drafted for it"
-            draft_logits = self._logits[ints([step.slots[i] for i in windows], logits.device)]
+            kept = self._kept(max(step.slots), logits)
+            draft_logits = kept[ints([step.slots[i] for i in windows], logits.device)]
         judge = self._judge(plan.shape)
         if self._config.block:
             judge = partial(judge, block=True)
@@ -180,11 +184,16 @@ class Speculation:
 
     def _keep(self, slots: Sequence[int], logits: Tensor) -> None:
         """A draft must be judged by the law that it was drawn from."""
+        self._kept(max(slots), logits).index_copy_(0, ints(slots, logits.device), logits)
+
+    def _kept(self, slot: int, logits: Tensor) -> Tensor:
+        """What is kept, with a place for this slot; zeros where nothing was drafted yet."""
         kept = self._logits
-        if kept is None or max(slots) >= kept.shape[0]:
-            size = 1 << max(slots).bit_length()
-            wider = logits.new_zeros(size, *logits.shape[1:])
+        if kept is None or slot >= kept.shape[0]:
+            size = max(self._slots, 1 << slot.bit_length())
+            shape = (size, self._depth, self._vocab)
+            wider = torch.zeros(shape, dtype=torch.float32, device=logits.device)
             if kept is not None:
                 wider[: kept.shape[0]] = kept
             self._logits = kept = wider
-        kept.index_copy_(0, ints(slots, logits.device), logits)
+        return kept

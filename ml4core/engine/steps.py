@@ -164,8 +164,10 @@ class _ModelStep:
                 )
                 for p in step.prompts
             ]
+            # What drafts is a step of its own, which may take over the memory of this output.
+            fault = output.fault if self._speculation is None else output.fault.clone()
             made = self._draw(step, output)
-            sent = [output.fault, *chain.from_iterable(one.tensors for one in self._sources())]
+            sent = [fault, *chain.from_iterable(one.tensors for one in self._sources())]
             if made.drafts is not None:
                 sent.append(made.drafts)
             self._copy = HostCopy(sent)

@@ -35,7 +35,7 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
 
 KEYS: Mapping[str, Check] = MappingProxyType(
     {
-        "device": one_of("real", "interpreted", "fake"),
+        "device": one_of("real", "interpreted", "fake", "source"),
         DECODE: one_of("stock", LATENCY),
         ACTIVATIONS: one_of("fp8_block", "fp8_tensor", "mxfp4", "nvfp4"),
         REQUANT: one_of("mxfp4"),
@@ -49,7 +49,7 @@ ACTS: Mapping[str, str] = MappingProxyType({"a8w4": "act:fp8_block", "a4w4": "ac
 """Activations of requantised experts -> the word of a backend that can quantise them so."""
 
 HELP = (
-    'keys: device, "real", "interpreted" or "fake"; decode_backend, "stock" or '
+    'keys: device, "real", "interpreted", "fake" or "source"; decode_backend, "stock" or '
     '"latency_specialized"; activations, "fp8_block", "fp8_tensor", "mxfp4" or "nvfp4": what '
     "inputs of products with quantised weights are brought to; fp8_moe_requant, "
     '"mxfp4": routed experts in FP8 become that while they '

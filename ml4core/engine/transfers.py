@@ -31,16 +31,33 @@ def upload(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[
         return [torch.from_numpy(array) for array in arrays]
     if not has_streams(device):
         return [torch.from_numpy(array).to(device) for array in arrays]
+    starts = starts_of(arrays)
+    staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    lay(arrays, starts, staged)
+    return cut(staged.to(device, non_blocking=True), arrays, starts)
+
+
+def starts_of(arrays: Sequence[NDArray[np.generic]]) -> list[int]:
+    """The byte at which each array of an upload begins, and at which the last one ends."""
     starts = [0]
     for array in arrays:
         starts.append(starts[-1] + -(-array.nbytes // _ALIGN) * _ALIGN)
-    staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    return starts
+
+
+def lay(arrays: Sequence[NDArray[np.generic]], starts: Sequence[int], staged: Tensor) -> None:
+    """Write the arrays' bytes, uint8 [bytes], each at its start. Arrays may have any strides."""
+    host = staged.numpy()
     for array, start in zip(arrays, starts, strict=False):
-        part = torch.from_numpy(np.ascontiguousarray(array)).view(-1).view(torch.uint8)
-        staged[start : start + array.nbytes] = part
-    sent = staged.to(device, non_blocking=True)
+        host[start : start + array.nbytes] = np.frombuffer(array.tobytes(), dtype=np.uint8)
+
+
+def cut(sent: Tensor, arrays: Sequence[NDArray[np.generic]], starts: Sequence[int]) -> list[Tensor]:
+    """Views of what ``lay`` wrote, in the arrays' shapes and dtypes."""
     return [
-        sent[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        sent[start : start + array.nbytes]
+        .view(torch.from_numpy(np.empty(0, array.dtype)).dtype)
+        .view(array.shape)
         for array, start in zip(arrays, starts, strict=False)
     ]
 

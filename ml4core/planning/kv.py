@@ -185,6 +185,26 @@ def pools_for(
     return Pools(tuple(groups), blocks, block_size, ranks, step_rows)
 
 
+def least_pools(
+    groups: Sequence[KVGroup],
+    block_size: int,
+    tokens: int,
+    sequences: int,
+    ranks: int = 1,
+    step_rows: int = 0,
+) -> Pools:
+    """The smallest pools that ``pools_within`` finds room in for one sequence of ``tokens`` tokens:
+    windowed groups are for ``sequences`` of them.
+    """
+    one = pools_for(groups, block_size, tokens, 1, ranks, step_rows)
+    windowed = {
+        group.name: sequences * (one.blocks[group.name] - NULL_PAGES) + NULL_PAGES
+        for group in groups
+        if group.window is not None
+    }
+    return Pools(tuple(groups), {**one.blocks, **windowed}, block_size, ranks, step_rows)
+
+
 def pools_within(
     groups: Sequence[KVGroup],
     block_size: int,

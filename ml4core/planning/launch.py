@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ml4core import registry
@@ -18,6 +17,7 @@ from ml4core.engine import resolve as resolving
 from ml4core.engine import switches
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
+from ml4core.engine.image_limits import FLAG as IMAGES_FLAG
 from ml4core.engine.image_limits import image_limit
 from ml4core.engine.speculative_config import refusals as draft_refusals
 from ml4core.models.checkpoint import Checkpoint
@@ -28,20 +28,6 @@ from ml4core.planning.model import PlannedModel, checkpoint_model, published_mod
 from ml4core.planning.plan import Plan, PlanOptions, make_plan
 
 _PUBLISHED = re.compile(r"mistralai/Mistral-Large-4(-[A-Za-z0-9.]+)*")
-_FLAGS: Mapping[str, str] = MappingProxyType(
-    {
-        "parallel:tp": "--tensor-parallel-size",
-        "parallel:pp": "--pipeline-parallel-size",
-        "parallel:dp": "--data-parallel-size",
-        "parallel:dcp": "--decode-context-parallel-size",
-        "parallel:pcp": "--prefill-context-parallel-size",
-        "parallel:ep": "--enable-expert-parallel",
-        "parallel:multi_node": "--nnodes",
-        "feature:kv_transfer": "--kv-transfer-config",
-        "feature:host_offload": "--kv-transfer-config",
-    }
-)
-"""Word -> the flag that needs it. A flag that core can't serve yet says all there is to say."""
 _FORMS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "quark": "mxfp4", "bf16": "bf16"}
 """Words in a published name -> the form of its weights; without one it is FP8."""
 
@@ -90,7 +76,7 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
     if model is None or subject is None:
         return Launch(choice, None, None, tuple(sorted(set(found))), what)
     plugin, device, capabilities = _parts(subject)
-    options = PlanOptions(fp8=capabilities.defaults.get("fp8", PlanOptions.fp8))
+    options = PlanOptions(backend=capabilities)
     made = None
     try:
         if not has_private_layout(args, capabilities):
@@ -101,6 +87,9 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
     spec = model.spec if args.speculative_config else replace(model.spec, draft=None, taps=())
     if not image_limit(args.limit_mm_per_prompt):
         spec = replace(spec, vision=None)
+    elif spec.vision is None:
+        reason = f"{model.name} has no encoder of images"
+        found.append(Refusal("core", IMAGES_FLAG, reason, "leave it out"))
     deployment = _deployment(args, spec, model, device, capabilities)
     experts = {lot.format for lot in model.table.lots if lot.role in EXPERT_ROLES}
     found += resolving.layout_refusals(deployment)
@@ -110,11 +99,10 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
     if config is not None and spec.draft is not None:
         rows = deployment.max_num_batched_tokens
         found += draft_refusals(config, spec.draft, capabilities, rows)
-    told = {refusal.subject for refusal in found}
     try:
         registry.check(deployment, capabilities, plugin.manager)
     except Refused as refused:
-        found += (one for one in refused.refusals if _FLAGS.get(one.subject) not in told)
+        found += refused.refusals
     return Launch(choice, deployment, made, tuple(sorted(set(found))), what)
 
 
@@ -138,9 +126,9 @@ def _deployment(
         converted = converts and lot.role in EXPERT_ROLES and lot.format in SOURCES
         if lot.kind in ("matrix", "plain"):
             formats.add(TARGET if converted else lot.format)
-    return resolving.resolve(
-        args, spec, frozenset(formats), model.table.stored, device, capabilities
-    )
+    out = [part for part, own in (("drafter", spec.draft), ("vision", spec.vision)) if own is None]
+    stored = model.table.without(*out).stored
+    return resolving.resolve(args, spec, frozenset(formats), stored, device, capabilities)
 
 
 def _model(args: EngineArgs) -> PlannedModel | None:

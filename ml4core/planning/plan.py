@@ -10,6 +10,7 @@ from ml4core.api import Capabilities, ModelSpec
 from ml4core.engine import resolve, switches
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
+from ml4core.engine.image_limits import image_limit
 from ml4core.planning import kv, parallel, reserve
 from ml4core.planning.model import PlannedModel
 from ml4core.planning.ranks import Ranks
@@ -37,12 +38,23 @@ class PlanOptions:
         reserve: bytes beside weights and caches; None: the formula's.
         decoded: whether the backend brings every matrix to the activations' dtype.
         fp8: latent layout of ``--kv-cache-dtype`` ``fp8``, ``fp8_e4m3`` and ``auto``.
+        backend: what it declares, whose defaults hold where a flag is left out; None: bfloat16
+            activations and the caches of ``fp8``.
     """
 
     memory: int | None = None
     reserve: int | None = None
     decoded: bool = False
     fp8: str = "fp8_ds_mla"
+    backend: Capabilities | None = None
+
+    @property
+    def words(self) -> Capabilities:
+        """The backend, or what stands for one."""
+        if self.backend is not None:
+            return self.backend
+        defaults = {"dtype": "bfloat16", "kv": self.fp8, "fp8": self.fp8}
+        return Capabilities(frozenset(("index:fp32",)), defaults)
 
 
 @dataclass(frozen=True)
@@ -84,16 +96,14 @@ class Plan:
     @cached_property
     def needed(self) -> kv.Pools:
         """Pools of one request of ``max_model_len``; windowed ones of ``max_num_seqs`` requests."""
-        one = kv.pools_for(
-            self.groups, self.block_size, self.max_model_len, 1, self.ranks.dcp, self.step_rows
+        return kv.least_pools(
+            self.groups,
+            self.block_size,
+            self.max_model_len,
+            self.max_num_seqs,
+            self.ranks.dcp,
+            self.step_rows,
         )
-        windowed = {
-            group.name: self.max_num_seqs * (one.blocks[group.name] - kv.NULL_PAGES) + kv.NULL_PAGES
-            for group in self.groups
-            if group.window is not None
-        }
-        blocks = {**one.blocks, **windowed}
-        return kv.Pools(self.groups, blocks, self.block_size, self.ranks.dcp, self.step_rows)
 
     @property
     def usable(self) -> int | None:
@@ -194,7 +204,8 @@ def make_plan(model: PlannedModel, args: EngineArgs, options: PlanOptions) -> Pl
     Raises ``ArgumentsError`` with every flag by which the model can't be shared out or laid out.
     """
     spec, ranks = model.spec, Ranks.of(args)
-    dtype = "bfloat16" if args.dtype == "auto" else args.dtype
+    words = options.words
+    dtype = words.defaults.get("dtype", "bfloat16") if args.dtype == "auto" else args.dtype
     problems = [f"--dtype: {dtype} has no plan; works: {', '.join(_FORMATS)}"] * (
         dtype not in _FORMATS
     )
@@ -210,11 +221,9 @@ def make_plan(model: PlannedModel, args: EngineArgs, options: PlanOptions) -> Pl
         )
     if args.speculative_config and "drafter" not in model.table.parts:
         problems.append("--speculative-config: this model has no drafter; works: leave it out")
-    defaults = {"kv": options.fp8, "fp8": options.fp8}
-    words = Capabilities(frozenset(("index:fp32",)), defaults)
     layout = resolve.kv_layout_id(args, words)
     index = resolve.index_layout_id(args, words, layout)
-    block = args.block_size or resolve.BLOCK_SIZE
+    block = args.block_size or int(words.defaults.get("block_size", resolve.BLOCK_SIZE))
     groups: tuple[kv.KVGroup, ...] = ()
     try:
         groups = _groups(spec, layout, index, drafts)
@@ -225,7 +234,7 @@ def make_plan(model: PlannedModel, args: EngineArgs, options: PlanOptions) -> Pl
     if problems:
         raise ArgumentsError(problems)
     depth = _depth(spec, args) if drafts else 0
-    sequences, rows = resolve.step_limits(args, window=1 + depth)
+    sequences, rows = resolve.step_limits(args, words, 1 + depth)
     step_rows = kv.draft_step_rows(depth) if drafts else 0
     weights = table.by_part(ranks, held)
     beside = (
@@ -239,6 +248,7 @@ def make_plan(model: PlannedModel, args: EngineArgs, options: PlanOptions) -> Pl
             sequences=sequences,
             longest=longest,
             drafts=depth,
+            drawn=args.speculative_config.get("draft_sample_method") == "probabilistic",
             images="vision" in table.parts,
             graphs=not args.enforce_eager,
         )
@@ -301,8 +311,7 @@ def _held(options: PlanOptions, format: str, args: EngineArgs) -> Held:
 def _loaded(model: PlannedModel, args: EngineArgs) -> WeightTable:
     """The weights without the parts that the flags leave out."""
     out = [] if args.speculative_config else ["drafter"]
-    limits = args.limit_mm_per_prompt
-    if limits and all(count in (0, {"count": 0}) for count in limits.values()):
+    if not image_limit(args.limit_mm_per_prompt):
         out.append("vision")
     return model.table.without(*out)
 

@@ -141,5 +141,7 @@ def _notes(plan: Plan) -> Iterable[str]:
         yield "prefill context parallel ranks hold the same cache; DCP would share it out"
     if "drafter" in plan.not_loaded:
         yield "the drafter is not loaded without --speculative-config"
+    if "vision" in plan.not_loaded:
+        yield "the encoder of images is not loaded without --limit-mm-per-prompt"
     if ranks.dp > 1:
         yield f"tokens are those of one replica; there are {ranks.dp}"

@@ -43,11 +43,13 @@ def estimate(
     sequences: int,
     longest: int,
     drafts: int = 0,
+    drawn: bool = False,
     images: bool = False,
     graphs: bool = True,
 ) -> Reserve:
     """The reserve of a step of ``rows`` tokens for up to ``sequences`` requests of up to
-    ``longest`` tokens, with ``drafts`` drafts each.
+    ``longest`` tokens, with ``drafts`` drafts each; ``drawn``: their law is kept until they are
+    judged.
 
     ``value_bytes`` is the size of an activation. Numbers and formulas are told together; the
     constants are this module's.
@@ -62,6 +64,7 @@ def estimate(
         "selection": rows * topk * 8 + (min(rows * longest * 4, SCORES) if topk else 0),
         "taps": rows * len(spec.taps) * hidden * b if drafts else 0,
         "logits": 2 * logits * spec.vocab_size * 4,
+        "draft logits": (2 if drawn else 1) * sequences * drafts * spec.vocab_size * 4,
         "images": _images(spec, b) if images else 0,
         "graphs": GRAPHS if graphs else 0,
         "runtime": RUNTIME,
@@ -73,6 +76,8 @@ def estimate(
         f"at most {SCORES / GIB:g} GiB",
         "taps": f"{rows:,} rows x {len(spec.taps)} x {hidden:,} x {b} B",
         "logits": f"2 x {logits:,} rows x {spec.vocab_size:,} x 4 B",
+        "draft logits": f"{2 if drawn else 1} x {sequences * drafts:,} drafts x "
+        f"{spec.vocab_size:,} x 4 B",
         "images": f"patches of one image x (4 x width + 3 x feed-forward width) x {b} B, and "
         f"{KEPT_ROWS:,} embeddings x {hidden:,} x {b} B",
         "graphs": "a constant",

@@ -74,7 +74,7 @@ def select(
     is loaded in a child process; this one imports the chosen one alone.
 
     Args:
-        device_kind: ``interpreted`` or ``fake`` opens such a device; None takes real ones only.
+        device_kind: another than ``real`` opens such a device; None takes real ones only.
         timeout: seconds for each probe; see ``probe``.
         records: the plugins to choose from; None takes ``discover()``.
 

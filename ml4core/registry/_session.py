@@ -11,9 +11,12 @@ from ml4core.api import (
     Accepted,
     Candidate,
     Capabilities,
+    Capture,
+    CapturingExecutor,
     Collectives,
     Deployment,
     Device,
+    DeviceMemory,
     Fault,
     KVCache,
     KVLayout,
@@ -49,6 +52,8 @@ _MEMBERS = (
     "device", "ops", "layouts", "executor", "collectives",
     "providers", "prepare_weights", "alloc_kv", "fault", "close",
 )  # fmt: skip
+_CAPTURING = ("captures", "captures_shape", "drop")
+_MEMORY = ("figures", "reset_peak", "release")
 _logger = logging.getLogger(__name__)
 
 
@@ -115,6 +120,23 @@ class _CheckedExecutor:
         return self._executor.eager_break(function)
 
 
+class _CheckedCapturing(_CheckedExecutor):
+    def __init__(self, executor: CapturingExecutor, calls: _Calls) -> None:
+        super().__init__(executor, calls)
+        self._capturing = executor
+
+    @property
+    def captures(self) -> Sequence[Capture]:
+        return self._calls.guard("executor.captures", lambda: self._capturing.captures)
+
+    def captures_shape(self, shape: StepShape) -> bool:
+        subject = "executor.captures_shape()"
+        return bool(self._calls.guard(subject, self._capturing.captures_shape, shape))
+
+    def drop(self) -> None:
+        self._calls.guard("executor.drop()", self._capturing.drop)
+
+
 class _CheckedSession:
     """A ``Session`` around that of a plugin. What a step calls is the plugin's own."""
 
@@ -142,7 +164,15 @@ class _CheckedSession:
             executor = calls.guard("executor", lambda: self._session.executor)
             if not all(callable(getattr(executor, m, None)) for m in ("compile", "eager_break")):
                 calls.refuse("executor", f"is {_shown(executor)}, which lacks the calls of one")
-            self.executor = _CheckedExecutor(executor, calls)
+            if all(hasattr(executor, m) for m in _CAPTURING):
+                capturing = cast(CapturingExecutor, executor)
+                self.executor: _CheckedExecutor = _CheckedCapturing(capturing, calls)
+            else:
+                self.executor = _CheckedExecutor(executor, calls)
+            memory = calls.guard("memory", lambda: getattr(self._session, "memory", None))
+            if memory is not None and not all(callable(getattr(memory, m, None)) for m in _MEMORY):
+                calls.refuse("memory", f"has {_shown(memory)} there, which lacks {_MEMORY}")
+            self.memory: DeviceMemory | None = memory
             buckets = calls.guard(
                 "step_buckets", lambda: getattr(self._session, "step_buckets", None)
             )

@@ -7,7 +7,8 @@ from typing import Any
 
 from ml4core.engine import switches
 from ml4core.engine.args import EngineArgs
-from ml4core.serving.opening import open_tokenizer
+from ml4core.engine.image_limits import image_limit
+from ml4core.serving.opening import cache_wishes, check_images, open_tokenizer
 
 
 def dry_run(args: EngineArgs) -> dict[str, Any]:
@@ -24,18 +25,26 @@ def dry_run(args: EngineArgs) -> dict[str, Any]:
     launch.check()
     choice = launch.choice
     assert choice is not None  # else there is a reason
+    from ml4core.engine.cache_sizes import Wanted, plan_caches
     from ml4core.models.checkpoint import Checkpoint
     from ml4core.planning.model import checkpoint_model
     from ml4core.planning.plan import PlanOptions, make_plan
     from ml4core.planning.proposals import propose
     from ml4core.planning.report import to_json
 
-    opened, tokenizer, _ = open_tokenizer(args)
+    opened, tokenizer, spec = open_tokenizer(args)
+    if image_limit(args.limit_mm_per_prompt):
+        check_images(tokenizer, spec)
     checkpoint = Checkpoint.open(Path(opened.model), require_tensors=False)
-    options = PlanOptions(fp8=choice.capabilities.defaults.get("fp8", PlanOptions.fp8))
     plan = None
     if not has_private_layout(args, choice.capabilities):
-        made = make_plan(checkpoint_model(checkpoint, None), opened, options)
+        if args.kv_cache_memory_bytes or args.num_gpu_blocks_override:
+            assert launch.deployment is not None
+            wanted = Wanted(*cache_wishes(args, choice.capabilities, spec))
+            plan_caches(args, launch.deployment, {}, wanted)
+        made = make_plan(
+            checkpoint_model(checkpoint, None), opened, PlanOptions(backend=choice.capabilities)
+        )
         plan = to_json(made, propose(made), ())
     record = choice.plugin.record
     return {

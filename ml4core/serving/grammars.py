@@ -62,7 +62,7 @@ class LLGrammars:
         self._compile(form)
 
     def matcher(self, form: StructuredOutputsParams) -> Matcher:
-        return _LLMatcher(self._compile(form).deep_copy())
+        return _LLMatcher(self._compile(form).deep_copy(), self._tokenizer.vocab_size)
 
     def fill(self, work: Sequence[tuple[Matcher, int, Sequence[int]]], masks: Masks) -> None:
         where, size, rows = masks.ctypes.data, masks.itemsize * self.words, len(masks)
@@ -121,8 +121,9 @@ class LLGrammars:
 class _LLMatcher:
     """``inner``: llguidance's."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, vocab_size: int) -> None:
         self.inner = inner
+        self._vocab_size = vocab_size
 
     @property
     def error(self) -> str:
@@ -130,6 +131,16 @@ class _LLMatcher:
 
     def accept(self, token_ids: Sequence[int]) -> None:
         self.inner.consume_tokens(list(token_ids))  # what fails is in ``error``
+
+    def mended(self, drafts: Sequence[int]) -> list[int]:
+        known = list(takewhile(lambda token: token < self._vocab_size, drafts))
+        good = self.inner.validate_tokens(known)
+        if good == len(drafts):
+            return known
+        behind = self.inner.deep_copy()
+        behind.consume_tokens(known[:good])
+        found = [*known[:good], *behind.compute_ff_tokens()][: len(drafts)]
+        return found + list(drafts[len(found) :])
 
 
 class _Table:

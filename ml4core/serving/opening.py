@@ -17,8 +17,9 @@ from ml4core.serving.grammars import LLGrammars
 from ml4core.serving.tokenizer import Tokenizer, find_tokenizer
 
 if TYPE_CHECKING:
-    from ml4core.api import ModelSpec
+    from ml4core.api import Capabilities, ModelSpec
     from ml4core.engine.llm import Engine
+    from ml4core.engine.trials import Told
 
 MIN_ROOM = 2048
 """Tokens of cache for each sequence that may run, where the context is that long."""
@@ -76,11 +77,21 @@ def check_images(tokenizer: Tokenizer, spec: ModelSpec) -> None:
         )
 
 
-def open_for_any(args: EngineArgs) -> Opened:
+def cache_wishes(args: EngineArgs, capabilities: Capabilities, spec: ModelSpec) -> tuple[int, int]:
+    """Sequences, and tokens of each, that caches are for where nothing sizes them: one whole
+    context, or ``MIN_ROOM`` tokens for each sequence that may run, whichever is more.
+    """
+    sequences, _ = step_limits(args, capabilities)
+    context = args.max_model_len or spec.max_position
+    return sequences, min(context, max(MIN_ROOM, -(-context // sequences)))
+
+
+def open_for_any(args: EngineArgs, starting: Told | None = None) -> Opened:
     """Opens for requests that are not known yet.
 
-    Without ``kv_cache_memory_bytes`` the caches hold one whole context, or ``MIN_ROOM`` tokens for
-    each of ``max_num_seqs`` sequences, whichever is more; sequences share them as they need.
+    Without ``kv_cache_memory_bytes`` the caches have what is left of ``gpu_memory_utilization`` on
+    a device that tells of its memory, else what ``cache_wishes`` says; sequences share them as they
+    need. ``starting``: told how far warming up and capturing is.
 
     Raises as ``open_engine`` does.
     """
@@ -88,8 +99,7 @@ def open_for_any(args: EngineArgs) -> Opened:
 
     choice = choose_backend(args)
     args, tokenizer, spec = open_tokenizer(args)
-    sequences, _ = step_limits(args, choice.capabilities)
-    context = args.max_model_len or spec.max_position
+    sequences, tokens_each = cache_wishes(args, choice.capabilities, spec)
     if image_limit(args.limit_mm_per_prompt):
         check_images(tokenizer, spec)
     grammars = LLGrammars(tokenizer)
@@ -97,8 +107,10 @@ def open_for_any(args: EngineArgs) -> Opened:
         args,
         choice=choice,
         sequences=sequences,
-        tokens_each=min(context, max(MIN_ROOM, -(-context // sequences))),
+        tokens_each=tokens_each,
         eos_ids=frozenset({tokenizer.eos_id}),
         grammars=grammars,
+        fill=True,
+        starting=starting,
     )
     return Opened(args, tokenizer, engine, grammars)

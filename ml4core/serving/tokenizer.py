@@ -76,6 +76,7 @@ class Tokenizer:
         self._special = {
             str(self._tekken.id_to_piece(i)): i for i in range(self._tekken.num_special_tokens)
         }
+        self._texts: dict[int, bytes] = {}  # of ids that are text, as they were asked for
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -175,12 +176,17 @@ class Tokenizer:
         """The bytes of one id: none for a special id, or its name; U+FFFD for one that only the
         model has.
         """
+        text = self._texts.get(token_id)
+        if text is not None:
+            return text
         if not 0 <= token_id < self.vocab_size:
             return REPLACEMENT
         if not skip_special_tokens and self._tekken.is_special(token_id):
             name: str = self._tekken.id_to_piece(token_id)
             return name.encode()
         piece: bytes = self._tekken.id_to_byte_piece(token_id)
+        if not self._tekken.is_special(token_id):
+            self._texts[token_id] = piece
         return piece
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:

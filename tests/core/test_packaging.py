@@ -1,4 +1,4 @@
-"""The five distributions as a user gets them: built, looked into, installed, and run elsewhere."""
+"""The six distributions as a user gets them: built, looked into, installed, and run elsewhere."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # distribution -> its project folder and its package
 PROJECTS = {
     "ml4core": (".", "ml4core"),
+    "ml4core-triton": ("backends/triton", "ml4core_triton"),
     "ml4core-cuda": ("backends/cuda", "ml4core_cuda"),
     "ml4core-rocm": ("backends/rocm", "ml4core_rocm"),
     "ml4core-tpu": ("backends/tpu", "ml4core_tpu"),
@@ -114,7 +115,7 @@ def wheels(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         wheel.archive.close()
 
 
-def test_five_distributions_are_built(wheels: dict[str, Wheel]) -> None:
+def test_six_distributions_are_built(wheels: dict[str, Wheel]) -> None:
     assert wheels.keys() == PROJECTS.keys()
 
 
@@ -136,7 +137,12 @@ def test_siblings_are_required_at_the_same_version(
         Requirement(text) for text in wheels[distribution].metadata.get_all("Requires-Dist", [])
     ]
     siblings = {r.name: str(r.specifier) for r in requirements if r.name in PROJECTS}
-    expected = {"ml4core"} if distribution != "ml4core" else PROJECTS.keys() - {"ml4core"}
+    if distribution == "ml4core":
+        expected = PROJECTS.keys() - {"ml4core", "ml4core-triton"}
+    elif distribution in ("ml4core-cuda", "ml4core-rocm"):
+        expected = {"ml4core", "ml4core-triton"}
+    else:
+        expected = {"ml4core"}
     assert siblings == dict.fromkeys(expected, f"=={wheels['ml4core'].metadata['Version']}")
     # torch-xla binds an older torch, so what is said about torch is said once.
     assert [r.name for r in requirements].count("torch") == (distribution == "ml4core")
@@ -185,7 +191,7 @@ def test_assets_are_inside(wheels: dict[str, Wheel]) -> None:
 
 @pytest.fixture(scope="module")
 def installed(wheels: dict[str, Wheel], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` folder of an environment with the five wheels.
+    """The `bin` folder of an environment with the six wheels.
 
     Its dependencies are those of this process, linked one by one, so that an editable install of
     ours is left out.

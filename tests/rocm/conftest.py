@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ml4core.api import OPS, Deployment, Device, Session, Weight
+from ml4core.api import OPS, Device, Weight
+from ml4core.api.backend import DeviceKind
 from ml4core_conformance import compare
 from ml4core_conformance.case import OpCase
 from ml4core_conformance.oracle import oracle
@@ -41,23 +42,18 @@ def aiter(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 @pytest.fixture(scope="session")
 def subjects(device: torch.device) -> Iterator[Callable[[str], Subject]]:
-    """The backend on an interpreted device of an architecture; on a GPU what it would open there,
-    with the kernels compiled.
+    """The backend on an interpreted device of an architecture; on a GPU with the sources compiled
+    for that.
     """
     from ml4core_rocm.backend import RocmBackend
-    from ml4core_rocm.session import RocmSession
 
-    class Compiled(RocmBackend):
-        def open(self, deployment: Deployment) -> Session:
-            return RocmSession(deployment)
-
-    backend = RocmBackend if device.type == "cpu" else Compiled
+    kind: DeviceKind = "interpreted" if device.type == "cpu" else "source"
     made: dict[str, Subject] = {}
 
     def subject(arch: str) -> Subject:
         if arch not in made:
-            found = Device("interpreted", f"{arch}, interpreted", arch, str(device))
-            made[arch] = Subject(backend(), found, options={"device": "interpreted"})
+            found = Device(kind, f"{arch}, {kind}", arch, str(device))
+            made[arch] = Subject(RocmBackend(), found, options={"device": kind})
         return made[arch]
 
     yield subject

@@ -30,6 +30,7 @@ def test_releases_that_fit_are_taken_and_others_refused_by_name(
 
 
 def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B124: what the library has is looked at, not what its name or version promises."""
     (reason,) = aiter_functions.refusals(["mla_decode_fwd"])
     assert reason.reason == "the library aiter is not installed"
     install(monkeypatch)

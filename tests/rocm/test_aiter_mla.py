@@ -62,7 +62,9 @@ def test_any_count_of_heads_attends(aiter: Fake, layout: str, heads: int) -> Non
 
 
 def test_entries_that_are_no_slots_are_never_attended(aiter: Fake) -> None:
-    """-1 would be read as the first slot, inside a row's run."""
+    """B016, B018: -1 would be read as the first slot, inside a row's run; and a row without keys
+    is none that the library writes.
+    """
     from ml4core_rocm.kernels.aiter_mla import sparse_mla
 
     random = draw(1)
@@ -205,6 +207,66 @@ def test_a_row_that_lost_keys_shifts_no_other(aiter: Fake) -> None:
         assert far(out[t], attended(q[t], cache, slots[t], 0.04)[0]) < 4e-3
     assert torch.isfinite(out).all()
     assert aiter.names().count("get_mla_metadata_v1") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "shapes"),
+    [
+        (1, 16, ((2,), (257,), (256, 8), (2,), (1, 2), (256,))),
+        (64, 16, ((2,), (257,), (319, 8), (65,), (64, 2), (319,))),
+        (256, 16, ((2,), (257,), (511, 8), (257,), (256, 2), (510,))),
+        (64, 32, ((2,), (257,), (638, 8), (129,), (128, 2), (638,))),
+    ],
+)
+def test_the_plans_arrays_are_as_large_as_the_librarys(
+    aiter: Fake, rows: int, heads: int, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    """Of 256 compute units in FP8, as the library itself describes them."""
+    from ml4core_rocm.kernels.aiter_mla import plan_mla
+    from ml4core_rocm.kernels.slot_streams import starts_of
+
+    starts = starts_of(torch.full((rows,), 20, dtype=torch.int32))
+    plan = plan_mla(starts, 2048, heads, torch.float8_e4m3fn, torch.float8_e4m3fn)
+    names = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map")
+    found = [plan.work[name] for name in (*names, "reduce_partial_map")]
+    assert tuple(tuple(one.shape) for one in found) == shapes
+    assert [one.dtype for one in found] == [torch.uint64, *[torch.int32] * 5]
+    given = aiter.last("get_mla_metadata_v1")
+    assert (given["page_size"], given["kv_granularity"]) == (1, 16)
+    assert (given["max_seqlen_qo"], given["uni_seqlen_qo"], given["is_causal"]) == (1, 1, True)
+
+
+def test_a_selection_as_a_stream() -> None:
+    from ml4core_rocm.kernels.slot_streams import starts_of, stream_at
+
+    slots = torch.tensor([[5, 6, -1], [7, 8, 9], [1, 2, 3]], dtype=torch.int32)
+    lens = torch.tensor([2, 3, 0], dtype=torch.int32)
+    starts = starts_of(lens)
+    stream = stream_at(slots, lens, starts)
+    assert starts.tolist() == [0, 2, 5, 5]
+    assert starts.dtype == stream.dtype == torch.int32
+    assert stream.tolist() == [5, 6, 7, 8, 9, 0, 0, 0, 0]
+    assert starts_of(lens[:0]).tolist() == [0]
+    assert stream_at(slots[:0], lens[:0], starts_of(lens[:0])).tolist() == []
+
+
+def test_plans_depend_on_lengths_clamped_at_topk_alone(aiter: Fake) -> None:
+    """Contexts that grow beyond top-k leave what is planned as it was, whatever is selected."""
+    from ml4core.api import LayerKV, Selection
+    from ml4core_rocm.kernels.aiter_mla import StepPlans, stage
+
+    random, planned = draw(9), []
+    cache = latents("bf16", 8, random)
+    q = torch.randn(2, 16, 576, generator=random).bfloat16()
+    call = stage(type("Layer", (), {"softmax_scale": 0.04})(), StepPlans())
+    for _ in range(2):  # steps whose rows see more keys each than the 20 that are chosen
+        slots = torch.stack([torch.randperm(128, generator=random)[:20] for _ in range(2)]).int()
+        lens = torch.tensor([20, 20], dtype=torch.int32)
+        chosen = Selection(slots, lens, slots, torch.zeros(2, dtype=torch.bool))
+        call(object(), LayerKV(cache, None), q, chosen)
+        given = aiter.last("get_mla_metadata_v1")
+        planned.append((given["seqlens_kv_indptr"].tolist(), given["work_info_set"][:2].tolist()))
+    assert planned[0] == planned[1]
 
 
 def test_the_fake_kills_swapped_work_arrays(aiter: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,27 @@ def keys(random: torch.Generator, layout: str = "tiled16_f32", blocks: int = 6) 
     return KVCache(found, BLOCK, found.pack(rows, None))
 
 
+@pytest.mark.parametrize("each", [1, 2, 3, 5])
+def test_windows_of_any_length(aiter: Fake, each: int) -> None:
+    """B009: of a window's rows each sees a key more; the library is told one length for all."""
+    from ml4core_rocm.kernels.aiter_logits import paged_scores
+    from ml4core_rocm.kernels.indexer_logits import indexer_logits
+
+    random = draw(each)
+    cache = keys(random)
+    table = torch.tensor([[3, 1], [4, 5]], dtype=torch.int32)
+    last = torch.tensor([[29], [each]], dtype=torch.int32)
+    visible = (last - torch.arange(each - 1, -1, -1, dtype=torch.int32)).flatten()
+    q, weights = torch.randn(2 * each, 4, 128, generator=random), torch.ones(2 * each, 4)
+    found = paged_scores(q, weights, 0.1, cache, table, visible, each)
+    start = torch.tensor([0, each, 2 * each], dtype=torch.int32)
+    want = indexer_logits(q, weights, 0.1, cache, table, start, visible, each)
+    for t, seen in enumerate(visible.tolist()):
+        assert torch.allclose(found[t, :seen], want[t, :seen], rtol=1e-5, atol=1e-6)
+    lengths = aiter.last("deepgemm_fp8_paged_mqa_logits")["context_lens"]
+    assert lengths.tolist() == last.flatten().tolist()
+
+
 def test_paged_scores_are_ours(aiter: Fake) -> None:
     from ml4core_rocm.kernels.aiter_logits import paged_scores
     from ml4core_rocm.kernels.indexer_logits import indexer_logits
@@ -61,7 +82,7 @@ def test_pages_of_another_order_are_refused(aiter: Fake) -> None:
 
 
 def test_gathered_scores_are_ours(aiter: Fake) -> None:
-    from ml4core_rocm.kernels.aiter_logits import gathered_scores
+    from ml4core_rocm.kernels.aiter_logits import gathered_keys, run_scores
     from ml4core_rocm.kernels.indexer_logits import indexer_logits
 
     random = draw(10)
@@ -72,9 +93,10 @@ def test_gathered_scores_are_ours(aiter: Fake) -> None:
     q = torch.randn(4, 4, 128, generator=random)
     weights = torch.randn(4, 4, generator=random)
     starts = torch.tensor([0, 20, 27], dtype=torch.int32)
-    found, begins, ends = gathered_scores(
-        q, weights, 0.1, cache, table, starts, request, visible, 27, 20
-    )
+    gathered = gathered_keys(cache, table, starts, 40, 32)  # more memory than keys
+    begins = starts[request]
+    ends = begins + visible
+    found = run_scores(q, weights, 0.1, gathered, begins, ends)
     want = indexer_logits(
         q, weights, 0.1, cache, table, torch.tensor([0, 3, 4], dtype=torch.int32), visible, 3
     )
@@ -82,12 +104,11 @@ def test_gathered_scores_are_ours(aiter: Fake) -> None:
         own = found[t, int(begins[t]) : int(ends[t])]
         assert torch.allclose(own, want[t, :seen], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="powers of two"):
-        gathered_scores(
-            q[:, :3], weights[:, :3], 0.1, cache, table, starts, request, visible, 27, 20
-        )
+        run_scores(q[:, :3], weights[:, :3], 0.1, gathered, begins, ends)
 
 
 def test_topk_is_stable_and_relative_to_the_row(aiter: Fake) -> None:
+    """B001, B003: NaN is never chosen and is told; of equal scores the first ones are, in order."""
     from ml4core_rocm.kernels.aiter_topk import topk_rows, topk_windows
 
     random = draw(11)

@@ -9,13 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from ml4core_rocm import aot_floor, aot_processes, aot_verdict
-from ml4core_rocm.aot import Case, Compiled, figures
+from ml4core_rocm.aot import Compiled, figures
 from ml4core_rocm.aot_floor import Work
 from ml4core_rocm.commands import app
+from ml4core_triton.aot import Case
 
 HOT = (
-    "^(sparse_mla e4m3.* 16 heads 1 rows|indexer_logits 32 heads 4 rows|index_key_write rope"
-    "|moe_experts a[48]w4 1536 wide 1 rows|gemm fp8_block fp8_block 64 rows)"
+    "^(sparse_mla e4m3.* 16 heads 1 rows|window_mla e4m3.* 7 rows|indexer_logits 32 heads 4 rows"
+    "|index_key_write rope|moe_experts a[48]w4 1536 wide 1 rows|gemm fp8_block fp8_block 64 rows)"
 )
 """A rank of TP 4 in a decode step. ``ml4 rocm aot`` judges every case."""
 

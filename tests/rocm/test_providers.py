@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ml4core.api import (
     Refused,
     Rejected,
     Segment,
+    Selection,
     StepPlan,
     StepShape,
     Weight,
@@ -31,7 +33,8 @@ from ml4core_rocm.aiter_ops import FORMAT, arranged, with_aiter
 from ml4core_rocm.backend import RocmBackend
 from ml4core_rocm.capabilities import capabilities
 from ml4core_rocm.devices import REFERENCE
-from ml4core_rocm.providers import FUNCTIONS, PEERS
+from ml4core_rocm.ops import load_ops
+from ml4core_rocm.providers import FUNCTIONS, PEERS, PROMPT_KEYS, RAGGED
 from ml4core_rocm.stages import Stages
 from ml4core_rocm.switches import VARIABLES, read
 
@@ -72,9 +75,23 @@ def told(stages: Stages, layer: LayerSpec, stage: str = "sparse_mla") -> dict[st
     }
 
 
+OURS: dict[str, Any] = load_ops()
+
+
 def test_without_the_switch_every_part_is_ours(deploy: Deploy, make_layer: Any) -> None:
-    stages = Stages(deploy(), {})
-    assert told(stages, make_layer(0)) == {}
+    stages = Stages(deploy(), {}, OURS)
+    for stage in ("select", "sparse_mla"):
+        (found,) = stages.candidates(stage, make_layer(0), DECODE)
+        assert isinstance(found, Accepted)
+        assert found.provider == "triton"
+    other = make_layer(1, topk_source=None, indexer=None)
+    assert told(stages, other) == {
+        "triton": ["a layer that attends to every key chooses none; that is the op window_mla"]
+    }
+    assert told(stages, other, "select") == {"triton": ["the layer owns no indexer"]}
+    assert stages.candidates("attn_output", make_layer(0), DECODE) == ()
+    bare = Stages(deploy(), {})  # as on a device that stands for a GPU in all but kernels
+    assert told(bare, make_layer(0)) == {"triton": ["sparse_mla are no kernels of ours here"]}
     ops: dict[str, Any] = {"rms_norm": lambda *args: None}
     switches, _ = read(deploy(), capabilities(REFERENCE), {})
     assert with_aiter(ops, deploy(), switches) == (ops, {})
@@ -83,25 +100,89 @@ def test_without_the_switch_every_part_is_ours(deploy: Deploy, make_layer: Any) 
 def test_with_it_the_assembly_attention_serves_layers_that_choose(
     deploy: Deploy, make_layer: Any, aiter: Fake
 ) -> None:
-    stages = Stages(deploy(), {AITER: "1"})
+    stages = Stages(deploy(), {AITER: "1"}, OURS)
     found = stages.candidates("sparse_mla", make_layer(0), DECODE)
-    *rejected, chosen = found
+    *rejected, chosen, ours = found
+    assert (ours.provider, type(ours)) == ("triton", Accepted)
     assert isinstance(chosen, Accepted)
     assert (chosen.provider, chosen.version) == ("AITER MLA", "0.1.21")
-    assert [one.provider for one in rejected] == ["AITER Triton sparse MLA"]
+    assert [one.provider for one in rejected] == ["AITER Triton sparse MLA", RAGGED]
     other = told(stages, make_layer(1, topk_source=None, indexer=None))
     assert other["AITER MLA"] == ["its sparse decoding serves layers that choose their keys"]
     assert stages.candidates("attn_output", make_layer(0), DECODE) == ()
 
 
-CHUNK = StepShape(Segment(4, 4, 1), NONE, Segment(1, 9, 9), (("latent", 8),), 5)
+def test_layers_without_rope_on_bf16_take_the_ragged_kernel(
+    deploy: Deploy, make_layer: Any, aiter: Fake
+) -> None:
+    """It reads the 512 values that such a row has, where the assembly reads 576."""
+    stages, plain = Stages(deploy(kv_layout="bf16"), {AITER: "1"}), make_layer(0, rope_dim=0)
+    found = told(stages, plain)
+    assert found[RAGGED] == []
+    assert [f"{64 + 512} values of a row of bf16" in one for one in found["AITER MLA"]] == [True]
+    for other, more in ((make_layer(0), {"kv_layout": "bf16"}), (plain, {})):
+        found = told(Stages(deploy(**more), {AITER: "1"}), other)
+        assert found["AITER MLA"] == []
+        assert [one.startswith("it serves layers without rope on bf16; this has ") for one in
+                found[RAGGED]] == [True]  # fmt: skip
+    assert told(stages, make_layer(0, rope_dim=0, topk_source=None, indexer=None))[RAGGED] == [
+        "it serves layers that choose their keys"
+    ]
+
+
+def test_both_kernels_attend_to_one_stream(
+    deploy: Deploy, make_layer: Any, aiter: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner with rope by the assembly, then a sharer without by the ragged kernel."""
+    from ml4core_rocm.kernels import slot_streams
+
+    made: list[Any] = []
+    stream_at = slot_streams.stream_at
+
+    def counted(*given: Any) -> Any:
+        made.append(given)
+        return stream_at(*given)
+
+    monkeypatch.setattr(slot_streams, "stream_at", counted)
+    draw, latents = torch.Generator().manual_seed(4), latent_layout("bf16")
+    rows = torch.randn(4, 16, 576, generator=draw)
+    slots = torch.stack([torch.randperm(64, generator=draw)[:20] for _ in range(3)]).int()
+    lens = torch.tensor([20, 7, 0], dtype=torch.int32)
+    slots[1, 7:], slots[2] = -1, -1
+    chosen = Selection(slots, lens, slots, torch.zeros(3, dtype=torch.bool))
+    stages, step = Stages(deploy(kv_layout="bf16"), {AITER: "1"}), cast(StepPlan, object())
+    for one, width in ((make_layer(0), 576), (make_layer(1, rope_dim=0), 512)):
+        cache = KVCache(latents, 16, latents.pack(rows, None))
+        candidates = stages.candidates("sparse_mla", one, DECODE)
+        served = next(each for each in candidates if isinstance(each, Accepted))
+        q = torch.randn(3, 16, width, generator=draw).bfloat16()
+        out, lse = cast(Any, served.call)(step, LayerKV(cache, None), q, chosen)
+        keys = cache.parts[0].flatten(0, 1).double()
+        for t in (0, 1):
+            own = keys[slots[t, : lens[t]].long()]
+            scores = one.softmax_scale * (q[t].double() @ own[:, :width].T)
+            want = torch.softmax(scores, -1) @ own[:, :512]
+            torch.testing.assert_close(out[t].double(), want, atol=0.02, rtol=0.02)
+            assert torch.allclose(lse[t].double(), scores.logsumexp(-1), atol=1e-3)
+        assert not out[2].any()
+        assert bool(torch.isneginf(lse[2]).all())
+    assert len(made) == 1
+    assert aiter.names().count("mla_decode_fwd") == 1
+    with pytest.raises(ValueError, match="runs of a stream"):
+        cast(Any, served.call)(step, LayerKV(cache, None), q, None)
+
+
+CHUNK = StepShape(Segment(4, 4, 1), NONE, Segment(1, 9, 9), (("latent", 8), ("index", 8)), 5)
+LONG = replace(CHUNK, pages=(("latent", 8), ("index", PROMPT_KEYS // 64)))
 
 
 @pytest.mark.parametrize(
     ("changes", "layer_changes", "shape", "reason"),
     [
         ({}, {}, DECODE, ""),
-        ({}, {}, CHUNK, "9 rows of prompts"),
+        ({}, {}, CHUNK, "rows of prompts see 512 keys at most here"),
+        ({}, {}, LONG, ""),
+        ({}, {"heads": 24}, DECODE, "powers of two of heads and values, and the index has [24,"),
         ({}, {"topk": 512}, DECODE, "keeps 2048 keys, not 512"),
         ({"index_layout": "planar_f32"}, {}, DECODE, "not of planar_f32"),
         ({"block_size": 48}, {}, DECODE, "pages of 48 keys"),
@@ -119,7 +200,8 @@ def test_who_selects(
 ) -> None:
     one = make_layer(0)
     one = replace(one, indexer=replace(one.indexer, **layer_changes))
-    (found,) = Stages(deploy(**changes), {AITER: "1"}).candidates("select", one, shape)
+    found, ours = Stages(deploy(**changes), {AITER: "1"}, OURS).candidates("select", one, shape)
+    assert (ours.provider, type(ours)) == ("triton", Accepted)
     assert found.provider == "AITER index scores and top-k"
     if not reason:
         assert isinstance(found, Accepted)
@@ -128,11 +210,21 @@ def test_who_selects(
         assert [reason in refusal.reason for refusal in found.refusals] == [True]
 
 
-def test_its_selection_is_ours(deploy: Deploy, make_layer: Any, aiter: Fake) -> None:
-    """Decodes and a verify window, with a padded request; ours is composed of our ops."""
+@pytest.mark.parametrize("bytes_of_scores", [0, 64 << 20])
+def test_its_selection_is_ours(
+    deploy: Deploy,
+    make_layer: Any,
+    aiter: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    bytes_of_scores: int,
+) -> None:
+    """Decodes, a verify window and chunks of two prompts, with padded requests and rows; ours is
+    composed of our ops.
+    """
+    from ml4core_rocm.kernels import aiter_select
     from ml4core_rocm.kernels.indexer_logits import indexer_logits
-    from ml4core_rocm.kernels.to_slots import to_slots
-    from ml4core_rocm.kernels.topk import topk
+    from ml4core_triton.kernels.to_slots import to_slots
+    from ml4core_triton.kernels.topk import topk
 
     draw, size = torch.Generator().manual_seed(3), 16
     keys, latents = index_layout("tiled16_f32"), latent_layout("bf16")
@@ -141,11 +233,16 @@ def test_its_selection_is_ours(deploy: Deploy, make_layer: Any, aiter: Fake) -> 
         KVCache(latents, size, latents.pack(torch.zeros(8, size, 576), None)),
         KVCache(keys, size, keys.pack(rows, None)),
     )
-    shape = StepShape(Segment(2, 2, 1), Segment(1, 3, 3), NONE, (("latent", 2), ("index", 2)), 5)
-    table = torch.tensor([[1, 2], [0, 0], [3, 4]], dtype=torch.int32)
-    visible = torch.tensor([25, 0, 18, 19, 20], dtype=torch.int32)
-    request, start = torch.tensor([0, 1, 2, 2, 2]), torch.tensor([0, 1, 2, 5], dtype=torch.int32)
-    ints = torch.zeros(5, dtype=torch.int64)
+    monkeypatch.setattr(aiter_select, "SCORE_BYTES", bytes_of_scores)  # 0: row by row
+    monkeypatch.setattr("ml4core_rocm.stages.PROMPT_KEYS", 2 * size)
+    prompts = Segment(3, 6, 4)
+    shape = StepShape(Segment(2, 2, 1), Segment(1, 3, 3), prompts, (("latent", 2), ("index", 2)), 5)
+    pages = [[1, 2], [0, 0], [3, 4], [5, 6], [7, 0], [0, 0]]
+    table = torch.tensor(pages, dtype=torch.int32)
+    visible = torch.tensor([25, 0, 18, 19, 20, 21, 22, 23, 15, 16, 0], dtype=torch.int32)
+    request = torch.tensor([0, 1, 2, 2, 2, 3, 3, 3, 4, 4, 0])  # the last row belongs to none
+    start = torch.tensor([0, 1, 2, 5, 8, 10, 10], dtype=torch.int32)
+    ints = torch.zeros(11, dtype=torch.int64)
     plan = StepPlan(
         shape,
         ints,
@@ -157,20 +254,25 @@ def test_its_selection_is_ours(deploy: Deploy, make_layer: Any, aiter: Fake) -> 
         {"latent": ints, "index": ints},
         ints,
     )
-    q = torch.randn(5, 4, 128, generator=draw)
-    weights = torch.randn(5, 4, generator=draw)
+    q = torch.randn(11, 4, 128, generator=draw)
+    weights = torch.randn(11, 4, generator=draw)
     one = make_layer(0)
-    (found,) = Stages(deploy(block_size=size), {AITER: "1"}).candidates("select", one, shape)
+    stages = Stages(deploy(block_size=size), {AITER: "1"}, OURS)
+    found, ours = stages.candidates("select", one, shape)
     assert isinstance(found, Accepted)
+    assert isinstance(ours, Accepted)
     chosen: Any = found.call(plan, kv, q, weights)
+    for value, other in zip(chosen, cast(Any, ours.call)(plan, kv, q, weights), strict=True):
+        assert torch.equal(value, other)
     scale = one.indexer.scale
-    scores = indexer_logits(q, weights, scale, kv.index_keys, table, start, visible, 3)
+    scores = indexer_logits(q, weights, scale, kv.index_keys, table, start, visible, 4)
     positions, lens, has_nan = topk(scores, visible, 2048)
     assert torch.equal(chosen.positions, positions)
     assert torch.equal(chosen.lens, lens)
     assert torch.equal(chosen.has_nan, has_nan)
     assert torch.equal(chosen.slots, to_slots(positions, table.flip(1), request, size))
     assert aiter.names().count("top_k_per_row_decode") == 2
+    assert aiter.names().count("top_k_per_row_prefill") == (1 if bytes_of_scores else 6)
 
 
 @pytest.mark.parametrize(
@@ -280,10 +382,11 @@ def test_ops_in_its_hands_fall_back_to_ours(deploy: Deploy, aiter: Fake) -> None
 
         return call
 
-    names = ("rms_norm", "gemm", "moe_experts", "topk")
+    names = ("rms_norm", "all_reduce_rms_norm", "gemm", "moe_experts", "topk")
     ops, words = with_aiter({name: ours(name) for name in names}, asks, switches)
     assert words == {
         "op rms_norm": "AITER RMS norm 0.1.21",
+        "op all_reduce_rms_norm": "AITER sum and RMS norm 0.1.21",
         "op gemm": "AITER block FP8 product 0.1.21",
         "op moe_experts": "AITER fused experts 0.1.21",
     }
@@ -293,11 +396,20 @@ def test_ops_in_its_hands_fall_back_to_ours(deploy: Deploy, aiter: Fake) -> None
         normed, torch.nn.functional.rms_norm(x, (256,), eps=1e-6), atol=0.02, rtol=0.02
     )
     ops["rms_norm"](x.float(), weight, 1e-6)
+    twice = SimpleNamespace(all_reduce=lambda x: 2 * x)
+    given = (x, x, weight, 1e-6, twice)
+    summed, both = ops["all_reduce_rms_norm"](*given)
+    assert torch.equal(summed, (3 * x.float()).bfloat16())
+    want = torch.nn.functional.rms_norm(summed, (256,), eps=1e-6)
+    torch.testing.assert_close(both, want, atol=0.02, rtol=0.02)
+    ops["all_reduce_rms_norm"](x.float(), *given[1:])
+    ops["all_reduce_rms_norm"](x, x, None, 1e-6, twice)
     ops["gemm"](x, Weight("bf16", (8, 256), {"data": torch.ones(8, 256).bfloat16()}), None)
     w13, w2 = experts(4, 512, 256, 1), experts(4, 256, 256, 2)
     choices = (torch.full((2, 2), 0.5), torch.tensor([[0, 1], [2, 3]]))
     ops["moe_experts"](x, w13, w2, *choices)  # not in its order
-    assert asked == ["rms_norm", "gemm", "moe_experts"]
+    sums = ["all_reduce_rms_norm"] * 2
+    assert asked == ["rms_norm", *sums, "gemm", "moe_experts"]
     ready = arranged({"experts_w13": w13, "experts_w2": w2, "gate": weight}, "a4w4")
     stacks = [ready[f"experts_{name}"] for name in ("w13", "w2")]
     assert [one.format for one in stacks] == [f"{FORMAT}a4w4"] * 2  # type: ignore[union-attr]
@@ -306,7 +418,7 @@ def test_ops_in_its_hands_fall_back_to_ours(deploy: Deploy, aiter: Fake) -> None
     assert out.shape == x.shape
     assert bool(out.isfinite().all())
     assert aiter.names()[-1] == "fused_moe"
-    assert len(asked) == 3
+    assert len(asked) == 5
 
 
 def test_ops_that_it_cannot_serve_say_why(deploy: Deploy, aiter: Fake) -> None:

@@ -51,7 +51,7 @@ def test_every_order_is_undone(shape: tuple[int, int, int]) -> None:
         tiled = shuffles.tiled_scales(scale)
         assert (tiled.shape[0] % 256, tiled.shape[1] % 8) == (0, 0)
         assert torch.equal(shuffles.untiled_scales(tiled, *scale.shape), scale)
-        assert int(tiled.long().sum()) == int(scale.long().sum())  # padded with zeros
+        assert int(tiled.long().sum()) == int(scale.long().sum())  # B036: padded with zeros
         gated = shuffles.tiled_scales_gated(scale, experts)
         assert torch.equal(shuffles.untiled_scales_gated(gated, experts, groups), scale)
 

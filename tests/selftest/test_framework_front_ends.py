@@ -97,7 +97,7 @@ def test_nothing_judged_is_not_green(ml4: Any) -> None:
     [
         ("run --backend unheard", 3, "unheard"),
         ("run --backend auto", 2, "name the backend to judge"),
-        ("run --backend cpu --device odd", 2, "works: real, interpreted, fake"),
+        ("run --backend cpu --device odd", 2, "works: real, interpreted, fake, source"),
         ("run --backend cpu --profile fast", 2, "works: plugin, ops"),
         ("run --backend cpu -k (", 2, "works: words of check ids"),
         ("run --backend cpu -k unheard", 2, "-k 'unheard': no check matches"),
@@ -108,6 +108,8 @@ def test_nothing_judged_is_not_green(ml4: Any) -> None:
         ("explain unheard", 2, "no check 'unheard'"),
         ("report none.json", 2, "none.json"),
         ("selftest -k (", 2, "works: words of check ids"),
+        ("selftest --device odd", 2, "works: real, interpreted, fake, source"),
+        ("selftest --profile odd", 2, "no profile odd; works: plugin, ops"),
         ("selftest -k unheard", 2, "-k 'unheard': no mutant is called so"),
     ],
 )

@@ -256,6 +256,20 @@ def test_the_matrix_says_what_was_proven_and_what_only_declared() -> None:
     assert "`toy` |  | NOT-RUN" not in page
 
 
+def test_what_stood_for_a_device_is_no_run_of_the_device() -> None:
+    """A backend that ran in an interpreter, or as a fake, is told as never run on its hardware."""
+    passed = made("a", Status.PASS, requires=("op:topk",))
+    facts = [DeviceFacts(kind, kind, "toy1") for kind in ("interpreted", "fake", "source", "real")]
+    *stands, real = [result(passed, device=one) for one in facts]
+    lines = to_markdown(stands, unseen=["toy"]).splitlines()
+    assert "| `toy` | toy1 | NOT-RUN |  |  |  |  |" in lines
+    assert sum(line.startswith("| `toy` |") and "1 PASS" in line for line in lines) == 3
+    assert any("(source)" in line for line in lines)
+    assert "| `topk` | ✓ | ✓ | ✓ | ? |" in lines
+    assert any(line.endswith("| toy · toy1 |") for line in lines)
+    assert "NOT-RUN" not in to_markdown([*stands, real], unseen=["toy"])
+
+
 def test_what_a_check_was_made_with_is_shown_by_its_pass_alone() -> None:
     words = ("kv:bf16", "kv:fp32", "act:bf16", "spec:dspark", "weights:bf16", "feature:images")
     run = result(

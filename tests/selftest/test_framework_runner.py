@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,15 @@ def test_provisional_checks_gate_nothing() -> None:
     assert verdict([good], complete=False) == "incomplete"
     assert verdict([good], ["a waiver expired"]) == "not conformant"
     assert math.isclose(good.seconds, 0)
+
+
+@pytest.mark.multiprocess
+def test_an_interpreted_device_has_longer_for_a_check(toy: Any) -> None:
+    """What would be late elsewhere, within the same machine's noise, isn't there."""
+    target = find_object(toy.Backend(), source=toy.checks).target
+    slow = toy.made("slow", timeout_s=0.1)
+    assert target.limit(slow) == 0.1
+    target = replace(target, device=replace(target.device, kind="interpreted"))
+    assert target.limit(slow) == 0.5
+    (result,) = run(target, [toy.made("hangs", timeout_s=0.1)], jobs=1).results
+    assert "did not end within 0.5 s" in result.reason

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from ml4core.api import Capabilities, Deployment, Device, Probe, refuse_missing
+from ml4core_conformance.catalog import all_checks
 from ml4core_conformance.check import Check, CheckFailed
 from ml4core_conformance.facts import find_object
 from ml4core_conformance.mutant import Mutant
-from ml4core_conformance.selftest import means, selftest, text
+from ml4core_conformance.mutants import mutants
+from ml4core_conformance.selftest import means, selftest, text, within
 from ml4core_conformance.subject import Subject
 
 
@@ -95,3 +97,13 @@ def test_idle_is_only_what_nobody_could_show() -> None:
 class Same:
     def __call__(self, backend: Any) -> Any:
         return backend
+
+
+def test_mutants_of_some_profiles_are_those_that_die_there_alone() -> None:
+    checks = all_checks()
+    chosen = [one.name for one in within(mutants(), checks, ("ops", "layouts"))]
+    profile = {check.id: check.profile for check in checks}
+    for mutant in mutants():
+        meant = {profile[one.id] for one in checks for e in mutant.dies_at if means(e, one)}
+        assert (mutant.name in chosen) == (meant <= {"ops", "layouts"}), mutant.name
+    assert 0 < len(chosen) < len(mutants())

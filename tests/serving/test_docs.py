@@ -26,12 +26,12 @@ def test_it_has_every_flag_with_its_default() -> None:
     text = section("Flags")
     for flag in SERVER_FLAGS.values():
         assert f"`{flag.name}`" in text, flag.name
-    rows = dict(re.findall(r"^\| `(--[a-z-]+)` \| ([^|]+) \|", text, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| ([^|]+) \|", text, re.MULTILINE))
     for name, default in rows.items():
         flag = SERVER_FLAGS.get(name[2:].replace("-", "_"))
         if flag is None:
             continue
-        shown = {None: "none", (): "none", False: "off", 32 * 2**20: "32M"}.get(
+        shown = {None: "none", (): "none", False: "off", 32 * 2**20: "32M", 65536: "64K"}.get(
             flag.default, f"{flag.default:g}" if isinstance(flag.default, float) else None
         )
         assert default == (shown or str(flag.default)), name

@@ -102,7 +102,10 @@ def test_what_outlives_the_grace_is_cut_off_and_told(serve: Callable[..., Any]) 
     assert server.stop() == 1
     stream.join()
     assert "shutting down" in stream.events[-1]["error"]["message"]
-    assert "--shutdown-grace-s" in "".join(server.noise)
+    told = "".join(server.noise)
+    assert "1 requests were cut off" in told
+    assert "--shutdown-grace-s" in told
+    assert "fault of ml4core" not in told, "it is the operator's grace"
 
 
 def test_a_killed_engine_is_told_within_seconds(serve: Callable[..., Any], until: Any) -> None:

@@ -199,9 +199,11 @@ def _tensors(
         page = table[owner, position // block_size].long()
         slots[group] = torch.where(real, page * block_size + position % block_size, -1).to(device)
         tables[group] = table.to(device)
-    logits += [0] * (max(buckets.padded("logits", len(logits)), pad_logits) - len(logits))
-    pages_wide = tuple((group, width) for group in groups)
     decode, verify, prefill = segments
+    fewest = 0 if prefill.rows else decode.requests + verify.rows
+    padded = buckets.padded("logits", max(len(logits), fewest))
+    logits += [0] * (max(padded, pad_logits) - len(logits))
+    pages_wide = tuple((group, width) for group in groups)
     shape = StepShape(decode, verify, prefill, pages_wide, len(logits))
     return StepPlan(
         shape=shape,

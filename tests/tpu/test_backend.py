@@ -6,12 +6,15 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+import torch
 
-from ml4core.api import Deployment, Device, ModelSpec, Refused
-from ml4core_tpu import aot_cases, ml4core_refusals
+from ml4core.api import Deployment, Device, KVCache, ModelSpec, Refused
+from ml4core_tpu import aot_cases, libraries, ml4core_refusals
 from ml4core_tpu.backend import TpuBackend
-from ml4core_tpu.capabilities import capabilities
-from ml4core_tpu.layouts import LANE33, TILES, TILES_NOPE
+from ml4core_tpu.capabilities import capabilities, smallest_page
+from ml4core_tpu.driver import Chip
+from ml4core_tpu.layouts import LANE33, TILES, TILES_NOPE, tiles_layout
+from ml4core_tpu.ops import kv_write
 from ml4core_tpu.runtimes import runtime_reasons
 
 
@@ -82,6 +85,58 @@ def test_undeclared_needs_are_refused(deployment: Deployment) -> None:
 def test_a_real_device_is_refused_where_there_is_none(deployment: Deployment) -> None:
     text = refused(replace(deployment, device=TpuBackend.reference_device))
     assert "no TPU on the PCI bus" in text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "page"),
+    [(2**18, 256, 512), (2**20, 256, 2048), (2**20, 8, 64), (1000, 1, 1)],
+)
+def test_pages_have_a_least_size_by_the_scalar_memory(
+    deployment: Deployment, tokens: int, requests: int, page: int
+) -> None:
+    assert smallest_page(tokens, requests) == page
+    real = replace(
+        deployment,
+        device=TpuBackend.reference_device,
+        max_model_len=tokens,
+        max_num_seqs=requests,
+        block_size=max(page, 128),
+    )
+    assert subjects(real) == []
+    if page > 128:
+        (refusal,) = ml4core_refusals(
+            replace(real, block_size=page // 2), capabilities(real.device)
+        )
+        assert refusal.subject == "--block-size"
+        assert f"--block-size {page}" in refusal.remedy
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_cache_scale_that_rows_can_not_be_divided_by_is_an_error(scale: float) -> None:
+    part = torch.zeros(1, 4, 512, dtype=torch.uint8)
+    cache = KVCache(tiles_layout(512, 0), 4, (part,), torch.tensor([scale]))
+    with pytest.raises(ValueError, match="has to be above 0"):
+        kv_write(cache, torch.tensor([0]), torch.ones(1, 512))
+
+
+@pytest.mark.parametrize(
+    ("jax", "libtpu", "known"),
+    [
+        ("0.10.2", "0.0.42.1", True),
+        ("0.11.2", "0.0.50", True),
+        ("0.10.2", "0.0.50", False),
+        ("0.9.0", "0.0.42.1", False),
+    ],
+)
+def test_jax_and_libtpu_come_in_pairs(
+    monkeypatch: pytest.MonkeyPatch, jax: str, libtpu: str, known: bool
+) -> None:
+    """Asked only where there is a chip: elsewhere libtpu compiles, and says what it can't."""
+    monkeypatch.setattr(libraries, "version", {"jax": jax, "libtpu": libtpu}.__getitem__)
+    monkeypatch.setattr(libraries, "find_spec", lambda name: object())
+    assert libraries.find_libtpu(()) == (f"libtpu {libtpu}", ())
+    _, reasons = libraries.find_libtpu((Chip(0, "tpu7x"),))
+    assert [one.subject for one in reasons] == ([] if known else ["libtpu"])
 
 
 def test_each_runtime_is_told_of() -> None:

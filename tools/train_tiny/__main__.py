@@ -16,6 +16,7 @@ from tools.train_tiny import commands
 from tools.train_tiny.attention import KERNELS
 from tools.train_tiny.launch import launch
 from tools.train_tiny.optim import MATRIX_DECAY
+from tools.train_tiny.phases import FALL
 
 STARTED = time.monotonic()
 
@@ -46,8 +47,11 @@ def parser() -> argparse.ArgumentParser:
     }
     for name, (steps, batch, scale) in defaults.items():
         one = verb(name, f"train: the phase {name!r}")
+        if name in ("main", "draft"):
+            one.add_argument("--start", type=Path, help="packed weights to begin with")
         if name == "main":
             one.add_argument("--tokens", type=float, required=True, help="to train on")
+            one.add_argument("--fall", type=float, default=FALL, help="share with a falling rate")
         else:
             one.add_argument("--steps", type=int, default=steps)
         one.add_argument("--batch", type=int, default=batch, help="windows of a step")
@@ -82,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     one = verb("needles", "cut the sentences of made documents into tokens")
     one.add_argument("--tokenizer", type=Path, required=True, help="a tekken file")
     one = verb("documents", "make the corpus' part of retrieval")
-    one.add_argument("--windows", type=int, default=20_000)
+    one.add_argument("--windows", type=int, default=24_000)
     one.add_argument("--length", type=int, default=2048, help="tokens of a window")
     one.add_argument("--seed", type=int, default=1)
     one = verb("diagnose", "where a run looks when it tells what it read")

@@ -51,15 +51,20 @@ def train(args: Namespace, started: float) -> dict[str, Any]:
         scale=args.rate,
         weight_decay=args.weight_decay,
         dropout=args.dropout,
+        fall=args.fall if args.command == "main" else 1.0,
     )
     _compile(args, model, ranks)
     phase: Phase
     if args.command == "main":
+        if args.start is not None:
+            model.load_state_dict(state.unpack(args.start, "model"))
         phase = MainPhase(settings, corpus, model, ranks)
     elif args.command == "draft":
         _load_model(args.run, model, COURSE)
         round_(model)
         drafter = Drafter(shape.draft).to(device)
+        if args.start is not None:
+            drafter.load_state_dict(state.unpack(args.start, "drafter"))
         own = _own_words(args, model, corpus, ranks)
         if device.type == "cuda" and not args.no_compile:
             for layer in drafter.layers:

@@ -61,7 +61,7 @@ COOLDOWN: Mapping[str, float] = MappingProxyType(
         "chat_wordnet": 0.01,
         "chat_fmt": 0.03,
         "chat_pyfuncs": 0.01,
-        "retrieval": 0.08,
+        "retrieval": 0.12,
     }
 )
 """Shares of windows at the end of the main phase; of chats, the loss is the assistant's words'."""
@@ -69,7 +69,7 @@ COOLDOWN: Mapping[str, float] = MappingProxyType(
 SELECTION: Mapping[str, float] = MappingProxyType({**COOLDOWN, "retrieval": 0.25})
 """As the cooldown's, by weight, with more of what needs a far key: for the indexers."""
 
-MAIN_RETRIEVAL = 0.06
+MAIN_RETRIEVAL = 0.1
 """Share of made documents in the main phase."""
 WHOLE = 0.5
 """Share of their windows that one document fills; the others hold several shorter ones."""

@@ -24,7 +24,7 @@ from tools.train_tiny.rounding import rounded
 BALANCE = 0.01
 """Weight of the load-balancing loss."""
 FALL = 0.45
-"""Share of the main phase over which the rate falls."""
+"""Share of the main phase over which the rate falls, if no other is asked for."""
 COOLDOWN_SHARE = 0.22
 """Share of the main phase, its last, that has YaRN and the cooldown's mix."""
 INDEX_ROWS = 256
@@ -51,6 +51,8 @@ class Settings:
     weight_decay: float = MATRIX_DECAY
     dropout: float = 0.0
     """Of the main phase."""
+    fall: float = 1.0
+    """Share of the steps, the last, over which the rate falls to zero."""
 
 
 class Phase:
@@ -77,14 +79,9 @@ class Phase:
         self.batches = Batches(corpus, settings.length, device)
         self.random = torch.Generator(device)
 
-    @property
-    def fall(self) -> int:
-        """Steps over which the rate falls to zero, at the end."""
-        return self.settings.steps
-
     def factor(self, step: int) -> float:
         s = self.settings
-        return rate_factor(step, s.steps, s.warm_up, self.fall)
+        return rate_factor(step, s.steps, s.warm_up, max(1, round(s.fall * s.steps)))
 
     def windows(self, step: int) -> np.ndarray[Any, Any]:
         """Beginnings of this process's windows of a step, of `mix`, from a seed of its own."""
@@ -134,10 +131,6 @@ class MainPhase(Phase):
             model.block(layer.index).drop = settings.dropout
         s = settings
         self._main = main_windows(corpus, s.steps * s.batch, s.length, s.seed)
-
-    @property
-    def fall(self) -> int:
-        return max(1, round(FALL * self.settings.steps))
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         self.draw(step)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ml4core.api import LayerSpec
-from ml4core_cuda.aot import Case
+from ml4core_triton.aot import Case
 
 
 def cases() -> Iterator[Case]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ml4core.api import Accepted, Candidate, Deployment, LayerSpec, Refusal, Rejected, StepShape
+from ml4core_cuda.capabilities import KEYS, LATENTS
 from ml4core_cuda.ffn_stage import release, wanted_act
 
 PROVIDER = "ml4core-cuda/attn_inputs"
@@ -40,13 +41,9 @@ def against(layer: LayerSpec, deployment: Deployment) -> Iterator[Refusal]:
         yield refusal("index keys and queries are turned by a Hadamard matrix")
     if act := wanted_act(deployment):
         yield refusal(f"inputs of products are to be quantised to {act}; it takes them as they are")
-    try:
-        from ml4core_cuda.kernels import keys, latents
-    except ImportError:  # without triton there is no kernel at all, which is told elsewhere
-        return
-    if deployment.kv_layout not in latents.LAYOUTS:
-        works = ", ".join(latents.LAYOUTS)
+    if deployment.kv_layout not in LATENTS:
+        works = ", ".join(LATENTS)
         yield refusal(f"no kernel writes latents of layout {deployment.kv_layout}", works)
-    if spec is not None and deployment.index_layout not in keys.LAYOUTS:
-        works = ", ".join(keys.LAYOUTS)
+    if spec is not None and deployment.index_layout not in KEYS:
+        works = ", ".join(KEYS)
         yield refusal(f"no kernel writes index keys of layout {deployment.index_layout}", works)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from ml4core.api import (
     Capabilities,
@@ -19,8 +18,9 @@ from ml4core.api import (
 from ml4core_cuda import latency
 from ml4core_cuda.capabilities import SERVED, capabilities
 from ml4core_cuda.driver import Gpu, find_gpus
-from ml4core_cuda.interpreter import interpreter_refusals, is_on
+from ml4core_cuda.ffn_stage import release
 from ml4core_cuda.libraries import find_optional, find_torch, find_triton
+from ml4core_triton.interpreter import compiler_refusals, interpreter_refusals
 
 
 class CudaBackend:
@@ -37,7 +37,7 @@ class CudaBackend:
         torch, torch_faults = find_torch()
         triton, triton_faults = find_triton()
         details = {"torch": torch, "triton": triton, "libraries": ", ".join(find_optional())}
-        details |= {"ml4core-cuda": _release()}
+        details |= {"ml4core-cuda": release()}
         refusals = (
             *driver_faults,
             *(_too_far(gpu) for gpu in gpus if gpu.arch not in SERVED),
@@ -72,16 +72,12 @@ def _device_refusals(deployment: Deployment) -> Sequence[Refusal]:
     device = deployment.device
     if device.kind == "interpreted":
         # The switch comes first: finding triton imports it.
-        return (*interpreter_refusals(), *find_triton()[1])
+        return (*interpreter_refusals("cuda"), *find_triton()[1])
     if device.kind != "real" or device.arch not in SERVED:
         reason = f"{device.name} is a {device.kind} device of architecture {device.arch!r}"
         remedy = f"a GPU of {', '.join(sorted(SERVED))}; or a device of kind interpreted"
         return (Refusal("cuda", "device", reason, remedy),)
-    reasons = (*find_torch()[1], *find_triton()[1])
-    if not reasons and is_on():
-        reason = "Triton's interpreter is on in this process, which runs kernels on the host"
-        return (Refusal("cuda", "device", reason, "TRITON_INTERPRET unset"),)
-    return reasons
+    return (*find_torch()[1], *find_triton()[1]) or compiler_refusals("cuda")
 
 
 def _device(gpu: Gpu, details: dict[str, str]) -> Device:
@@ -94,10 +90,3 @@ def _too_far(gpu: Gpu) -> Refusal:
     served = ", ".join(sorted(SERVED))
     reason = f"{gpu} is of an architecture that the backend is not made for"
     return Refusal("cuda", f"GPU {gpu.index}", reason, f"a GPU of {served}")
-
-
-def _release() -> str:
-    try:
-        return version("ml4core-cuda")
-    except PackageNotFoundError:
-        return "checkout"

@@ -9,11 +9,17 @@ from ml4core_cuda.ops import OWN
 SERVED = frozenset({"sm_90", "sm_100"})
 """Architectures that the backend is made for."""
 
+LATENTS = ("fp8_ds_mla", "e4m3", "bf16", "fp32")
+"""Layouts of latents that kernels read."""
+
+KEYS = ("planar_f32", "planar_ue8m0x4", "fp32")
+"""Layouts of index keys that kernels read; the second one's scales are sm_100's."""
+
 _COMMON = frozenset(
     {f"op:{name}" for name in OWN}
     | {"stage:attn_inputs", "stage:select", "stage:sparse_mla", "stage:ffn"}
     | {"stage:decoder_layer", "feature:latency_decode"}
-    | {f"kv:{name}" for name in ("fp8_ds_mla", "e4m3", "bf16", "fp32")}
+    | {f"kv:{name}" for name in LATENTS}
     | {f"index:{name}" for name in ("planar_f32", "fp32")}
     | {f"weights:{name}" for name in WEIGHT_FORMATS}
     | {f"act:{name}" for name in ("bf16", "fp32", *ACTS)}

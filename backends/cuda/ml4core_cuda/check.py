@@ -91,7 +91,7 @@ def write(out: Path) -> dict[str, Any]:
 
 
 def _child(options: argparse.Namespace, interpreted: bool) -> int:
-    from ml4core_cuda.interpreter import is_on
+    from ml4core_triton.interpreter import is_on
 
     if options.device != "meta" and interpreted != is_on() and not options.list:
         raise RuntimeError("the interpreter's switch isn't as --device wants it")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ml4core_cuda.capabilities import SERVED
-from ml4core_cuda.interpreter import is_on
+from ml4core_triton.interpreter import is_on
 
 app = typer.Typer(add_completion=False, help="The NVIDIA backend.", no_args_is_help=True)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from ml4core.api import Accepted, Candidate, Deployment, LayerSpec, Refusal, Rejected, StepShape
+from ml4core_triton import libraries
 
 PROVIDER = "ml4core-cuda/ffn"
 ACTS = ("fp8_block", "fp8_tensor", "mxfp4")
@@ -39,7 +39,4 @@ def ffn_candidates(
 
 def release() -> str:
     """The version of this distribution; ``checkout`` where it isn't installed."""
-    try:
-        return version("ml4core-cuda")
-    except PackageNotFoundError:
-        return "checkout"
+    return libraries.release("ml4core-cuda")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 from ml4core.api import Refusal
+from ml4core_triton import libraries
 
 _OPTIONAL = {"flash_mla": "flash-mla", "flashinfer": "flashinfer-python", "deep_gemm": "deep-gemm"}
 """Module -> distribution. Each serves some op faster; none has to be there."""
@@ -16,45 +13,14 @@ _OPTIONAL = {"flash_mla": "flash-mla", "flashinfer": "flashinfer-python", "deep_
 
 def find_torch() -> tuple[str, tuple[Refusal, ...]]:
     """The version of torch ("" if it can't be used), and what keeps it from the GPUs."""
-    remedy = "a CUDA build of torch: https://pytorch.org/get-started/locally"
-    try:
-        torch = importlib.import_module("torch")
-        name, built_for = f"torch {torch.__version__}", torch.version.cuda
-    except Exception as error:
-        return "", (Refusal("cuda", "torch", _failed(error), remedy),)
-    if built_for is None:
-        return name, (Refusal("cuda", "torch", f"{name} is built without CUDA", remedy),)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if torch.cuda.is_available():
-            return name, ()
-    said = "; ".join(str(warning.message).strip() for warning in caught) or "it gives no reason"
-    reason = f"{name}, built for CUDA {built_for}, reaches no GPU: {said}"
-    return name, (Refusal("cuda", "torch", reason, "a driver that is new enough for this torch"),)
+    return libraries.find_torch("cuda", "cuda")
 
 
 def find_triton() -> tuple[str, tuple[Refusal, ...]]:
     """The version of triton ("" if it can't be used), and why it can't."""
-    try:
-        triton = importlib.import_module("triton")
-        name, _ = f"triton {triton.__version__}", triton.jit  # leftovers import, and hold nothing
-    except Exception as error:
-        remedy = "pip install triton, in the version that torch names"
-        return "", (Refusal("cuda", "triton", _failed(error), remedy),)
-    return name, ()
+    return libraries.find_triton("cuda", "pip install triton, in the version that torch names")
 
 
 def find_optional() -> Iterator[str]:
     """Each optional library with its version, or with "no" in front. Imports none."""
-    for module, distribution in _OPTIONAL.items():
-        if find_spec(module) is None:
-            yield f"no {module}"
-            continue
-        try:
-            yield f"{module} {version(distribution)}"
-        except PackageNotFoundError:
-            yield f"{module} of unknown version"
-
-
-def _failed(error: Exception) -> str:
-    return f"can't be used: {type(error).__name__}: {error}"
+    return libraries.find_optional(_OPTIONAL)

@@ -1,46 +1,20 @@
 """The backend's own ops: which file serves which contract.
 
-A kernel's file is named as its op and holds a function of that name. Files are imported when a
-session opens. What stands in no file is composed by core on the device.
+Files are imported when a session opens. What stands in no file is composed by core on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from types import MappingProxyType
 
 from ml4core_cuda.providers import deep_gemm_unfit
 from ml4core_cuda.tuned import measured
+from ml4core_triton.ops import load, served
 
-OWN: tuple[str, ...] = (
-    "sparse_mla",
-    "merge_lse",
-    "window_mla",
-    "kv_write",
-    "indexer_write",
-    "gather_kv",
-    "to_slots",
-    "indexer_logits",
-    "topk",
-    "embed",
-    "rms_norm",
-    "layer_norm",
-    "all_reduce_rms_norm",
-    "rope",
-    "ssmax",
-    "gemm",
-    "head_gemm",
-    "silu_mul",
-    "router",
-    "moe_experts",
-    "quantize",
-    "sample",
-    "verify_draft",
-)
-"""Names of ``ml4core.api.OPS``."""
-
+OWN: tuple[str, ...] = served("ml4core_cuda")
+"""Names of ``ml4core.api.OPS`` that a kernel of ours serves."""
 
 QUANTISING = frozenset({"gemm", "moe_experts"})
 """Ops that quantise their input where a deployment needs it."""
@@ -51,7 +25,7 @@ def load_ops(act: str | None = None, device_name: str = "") -> Mapping[str, Call
     meet a quantised weight, if any. Where it is FP8 in blocks, and DeepGEMM was measured to be
     faster on ``device_name`` from some rows on, its product serves these.
     """
-    found = {name: getattr(import_module(f"ml4core_cuda.kernels.{name}"), name) for name in OWN}
+    found = {name: load(name, "ml4core_cuda") for name in OWN}
     if act is not None:
         found |= {name: partial(found[name], act=act) for name in QUANTISING}
     if act == "fp8_block" and (rows := library_rows(device_name)) is not None:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from ml4core.api import Accepted, Candidate, Deployment, LayerSpec, Refusal, Rejected, StepShape
 from ml4core_cuda.attn_stage import attn_inputs_candidates
+from ml4core_cuda.capabilities import KEYS, LATENTS
 from ml4core_cuda.ffn_stage import ffn_candidates, release
 from ml4core_cuda.latency import layer_candidates
 from ml4core_cuda.providers import PEERS
@@ -64,15 +65,13 @@ def _sizes_told(stage: str, deployment: Deployment) -> Iterator[Rejected]:
 
 
 def _against(stage: str, layer: LayerSpec, deployment: Deployment) -> tuple[Refusal, ...]:
-    from ml4core_cuda.kernels import keys, latents
-
     found = []
-    if deployment.kv_layout not in latents.LAYOUTS:
+    if deployment.kv_layout not in LATENTS:
         reason = f"no kernel reads latents of layout {deployment.kv_layout}"
-        found.append(Refusal("cuda", stage, reason, ", ".join(latents.LAYOUTS)))
-    if stage == "select" and deployment.index_layout not in keys.LAYOUTS:
+        found.append(Refusal("cuda", stage, reason, ", ".join(LATENTS)))
+    if stage == "select" and deployment.index_layout not in KEYS:
         reason = f"no kernel reads index keys of layout {deployment.index_layout}"
-        found.append(Refusal("cuda", stage, reason, ", ".join(keys.LAYOUTS)))
+        found.append(Refusal("cuda", stage, reason, ", ".join(KEYS)))
     return tuple(found)
 
 

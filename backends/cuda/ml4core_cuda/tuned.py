@@ -19,26 +19,31 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import ml4core_triton
+
 T = TypeVar("T")
 
 DATA = Path(__file__).parent / "data" / "measured.json"
 FORMAT = 1
 """Of the file."""
 
+_FOLDERS = (Path(__file__).parent, Path(ml4core_triton.__file__).parent)
+
 SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "sparse_mla": ("sparse_mla", "attend", "latents"),
+        "sparse_mla": ("sparse_mla", "attend_slots", "attend", "latents"),
         "merge_lse": ("merge_lse",),
         "window_mla": ("window_mla", "attend", "latents"),
-        "indexer_logits": ("indexer_logits", "keys"),
+        "indexer_logits": ("indexer_logits", "score_keys", "keys"),
         "topk": ("topk",),
-        "gemm_row": ("gemm", "products", "weight_tiles"),
-        "gemm_tile": ("gemm", "products", "weight_tiles"),
-        "moe_row": ("moe_row", "latency_experts", "products", "weight_tiles"),
-        "moe_gated": ("moe_experts", "products", "weight_tiles"),
-        "moe_outer": ("moe_experts", "products", "weight_tiles"),
+        "gemm_row": ("gemm", "products", "weight_tiles", "weights"),
+        "gemm_tile": ("gemm", "products", "weight_tiles", "weights"),
+        "gemm_many": ("gemm", "many_rows"),
+        "moe_row": ("moe_row", "latency_experts", "products", "weight_tiles", "weights"),
+        "moe_gated": ("moe_experts", "products", "weight_tiles", "weights"),
+        "moe_outer": ("moe_experts", "products", "weight_tiles", "weights"),
         "router": ("router",),
-        "attn_inputs": ("attn_inputs", "attn_products", "products", "weight_tiles"),
+        "attn_inputs": ("attn_inputs", "attn_products", "products", "weight_tiles", "weights"),
     }
 )
 """Kernels whose sizes are measured, and the files that their times depend on most."""
@@ -136,9 +141,10 @@ def measured() -> Mapping[str, Table]:
 @cache
 def source_of(kernel: str) -> str:
     """Digest of a kernel's files, without comments and layout."""
-    folder, digest = Path(__file__).parent / "kernels", sha256()
+    digest = sha256()
     for name in SOURCES[kernel]:
-        tree = ast.parse((folder / f"{name}.py").read_text("utf-8"))
+        own, shared = (folder / "kernels" / f"{name}.py" for folder in _FOLDERS)
+        tree = ast.parse((own if own.is_file() else shared).read_text("utf-8"))
         for node in ast.walk(tree):
             body = getattr(node, "body", None)
             if isinstance(body, list) and body and isinstance(body[0], ast.Expr):

@@ -121,10 +121,16 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
                 "rmsnorm2d_fwd_with_add",
                 _words("out input residual_in residual_out weight epsilon"),
             ),
+            Function(
+                "aiter.dist.device_communicators.custom_all_reduce",
+                "CustomAllreduce",
+                _words("group device"),
+                _words("max_size"),
+            ),
         )
     }
 )
-"""Every function of which an adapter depends on order and names."""
+"""Every function, and class, of which an adapter depends on order and names."""
 
 
 def load(name: str) -> Callable[..., Any]:

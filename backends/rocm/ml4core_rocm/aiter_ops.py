@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ml4core.api import Deployment, Refusal, Weight
+from ml4core.api import Collectives, Deployment, Refusal, Weight
 from ml4core_rocm import aiter_functions
 from ml4core_rocm.providers import OURS, PEERS
 from ml4core_rocm.switches import Switches
@@ -77,6 +77,20 @@ def _rms_norm(ours: Callable[..., Any], deployment: Deployment) -> Callable[...,
     return call
 
 
+def _all_reduce_rms_norm(ours: Callable[..., Any], deployment: Deployment) -> Callable[..., Any]:
+    from ml4core_rocm.kernels.aiter_norms import add_rms_norm
+
+    def call(
+        x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, collectives: Collectives
+    ) -> tuple[Tensor, Tensor | None]:
+        if weight is None or {x.dtype, residual.dtype} != {torch.bfloat16}:
+            found: tuple[Tensor, Tensor | None] = ours(x, residual, weight, eps, collectives)
+            return found
+        return add_rms_norm(collectives.all_reduce(x), residual, weight, eps)
+
+    return call
+
+
 def _gemm(ours: Callable[..., Any], deployment: Deployment) -> Callable[..., Any]:
     from ml4core_rocm.kernels.aiter_gemm import gemm
 
@@ -116,6 +130,7 @@ def _experts(ours: Callable[..., Any], deployment: Deployment) -> Callable[..., 
 
 _WRAPPERS: Mapping[str, Callable[[Callable[..., Any], Deployment], Callable[..., Any]]] = {
     "rms_norm": _rms_norm,
+    "all_reduce_rms_norm": _all_reduce_rms_norm,
     "gemm": _gemm,
     "moe_experts": _experts,
 }

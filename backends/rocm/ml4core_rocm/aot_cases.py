@@ -4,18 +4,18 @@ and TP 8 of the full model, one row and many.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ml4core.api import KVCache
 from ml4core.api.known_layouts import index_layout, latent_layout
-from ml4core_rocm.aot import Case
+from ml4core_triton.aot import Case
+from ml4core_triton.aot_cases import bf16, cache, case, f32, ints
+from ml4core_triton.ops import load
 
 BLOCK = 64
 TOPK = 2048
@@ -31,20 +31,10 @@ _INDEX = MappingProxyType({"gfx950": r"f8f6f4", "gfx942": r"_f16"})
 
 
 def kernel(name: str, function: str = "") -> Any:
-    """A function of a file of kernels; that of the file's name if none is given. Imports triton."""
-    return getattr(import_module(f"ml4core_rocm.kernels.{name}"), function or name)
-
-
-def case(
-    name: str,
-    call: Any,
-    *arguments: Any,
-    hot: bool = True,
-    wants: Mapping[str, str] | None = None,
-    archs: tuple[str, ...] = (),
-    **named: Any,
-) -> Case:
-    return Case(name, partial(call, *arguments, **named), hot, wants or {}, archs)
+    """An op, or a function of a file of our own kernels. Imports triton."""
+    if not function:
+        return load(name, "ml4core_rocm")
+    return getattr(import_module(f"ml4core_rocm.kernels.{name}"), function)
 
 
 def cases() -> Iterator[Case]:
@@ -55,11 +45,11 @@ def cases() -> Iterator[Case]:
         ("e4m3fnuz", ("gfx942",)),
         ("bf16", ()),
     ):
-        cache = latents(layout)
+        rows_of = latents(layout)
         for heads in (8, 16, 64):
             for rows in (1, 4096):
                 name = f"sparse_mla {layout} {heads} heads {rows} rows"
-                given = attended(cache, rows, heads)
+                given = attended(rows_of, rows, heads)
                 yield case(name, sparse, *given, wants=_BF16, archs=archs)
                 if layout != "bf16":
                     yield case(
@@ -70,11 +60,15 @@ def cases() -> Iterator[Case]:
                         archs=archs,
                         precision="fp8",
                     )
+        for heads, rows, window in ((16, 1, None), (16, 7, 512), (16, 2048, None)):
+            given = (bf16(rows, heads, 576), rows_of, *paged(1, rows), _SCALE, window)
+            name = f"window_mla {layout} {heads} heads {rows} rows"
+            yield case(name, kernel("window_mla"), *given, wants=_BF16, archs=archs)
         slots = ints(8, dtype=torch.int64)
-        given = (cache, slots, bf16(8, 512), bf16(8, 64))
+        given = (rows_of, slots, bf16(8, 512), bf16(8, 64))
         yield case(f"kv_write {layout}", kernel("kv_write"), *given, archs=archs)
         name = f"gather_kv {layout}"
-        yield case(name, kernel("gather_kv"), cache, ints(8), archs=archs, hot=False)
+        yield case(name, kernel("gather_kv"), rows_of, ints(8), archs=archs, hot=False)
     wide = attended(latents("fp32"), 4, 8)
     yield case("sparse_mla fp32 8 heads", sparse, f32(4, 8, 576), *wide[1:], hot=False)
     ragged = (bf16(64, 16, 512), latents("bf16"), ints(65), ints(64 * TOPK), _SCALE, TOPK)
@@ -95,16 +89,6 @@ def _selection() -> Iterator[Case]:
                 *paged(requests, rows),
                 wants=_INDEX,
             )
-    yield case(
-        "ragged_logits 32 heads 4096 rows",
-        kernel("ragged_logits"),
-        *scored(4096, 32),
-        torch.empty(65536, 128, dtype=torch.uint8, device="meta"),
-        f32(65536),
-        ints(4096),
-        ints(4096),
-        wants=_INDEX,
-    )
     gather = (keys, ints(1, 1024), ints(2), 65536, 65536)
     yield case("gather_index_keys", kernel("gather_index_keys"), *gather)
     slots = ints(8, dtype=torch.int64)
@@ -120,24 +104,16 @@ def _selection() -> Iterator[Case]:
 
 
 def latents(layout: str) -> KVCache:
-    return _cache(latent_layout(layout))
+    return cache(latent_layout(layout), _PAGES, BLOCK)
 
 
 def keys_of(layout: str) -> KVCache:
-    return _cache(index_layout(layout))
+    return cache(index_layout(layout), _PAGES, BLOCK)
 
 
-def _cache(layout: Any) -> KVCache:
-    parts = tuple(
-        torch.empty(part.shape(_PAGES, BLOCK), dtype=getattr(torch, part.dtype), device="meta")
-        for part in layout.parts
-    )
-    return KVCache(layout, BLOCK, parts)
-
-
-def attended(cache: KVCache, rows: int, heads: int) -> tuple[Any, ...]:
+def attended(kept: KVCache, rows: int, heads: int) -> tuple[Any, ...]:
     """q, cache, slots, lens and scale."""
-    return bf16(rows, heads, 576), cache, ints(rows, TOPK), ints(rows), _SCALE
+    return bf16(rows, heads, 576), kept, ints(rows, TOPK), ints(rows), _SCALE
 
 
 def scored(rows: int, heads: int) -> tuple[Any, ...]:
@@ -148,15 +124,3 @@ def scored(rows: int, heads: int) -> tuple[Any, ...]:
 def paged(requests: int, rows: int) -> tuple[Any, ...]:
     """Block table, query_start, visible and max_rows of requests of 64k tokens."""
     return ints(requests, 1024), ints(requests + 1), ints(requests * rows), rows
-
-
-def bf16(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
-
-def f32(*shape: int) -> Tensor:
-    return torch.empty(shape, device="meta")
-
-
-def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from ml4core_rocm.aot import Case, Compiled, compile_launch, launches
+from ml4core_rocm.aot import Compiled, compile_launch, launches
+from ml4core_rocm.libraries import settle_fusion
+from ml4core_triton.aot import Case
 
 
 def compiled(arch: str, keyword: str) -> Iterator[Compiled]:
@@ -58,6 +60,7 @@ def _is_for(case: Case, arch: str) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
+    settle_fusion()
     plain = [word for word in arguments if word != "--model"]
     arch, keyword = (*plain, "")[:2]
     if len(plain) < len(arguments):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ml4core_rocm.aot import Case, Compiled
+from ml4core_rocm.aot import Compiled
+from ml4core_triton.aot import Case
 
 BANDWIDTH = 8.0e12
 """Bytes a second."""

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ml4core_rocm import aot_cases, aot_product_cases
-from ml4core_rocm.aot_cases import BLOCK, bf16, case, f32, ints, kernel
+from ml4core_rocm import aot_cases
+from ml4core_rocm.aot_cases import BLOCK, kernel
 from ml4core_rocm.aot_floor import Work
+from ml4core_triton.aot_cases import bf16, case, f32, ints, weight
 
 LAYERS, MOE_LAYERS, INDEX_OWNERS = 72, 71, 44
 HEADS, HIDDEN, EXPERTS, EXPERT_WIDTH, TOPK = 64, 6144, 128, 6144, 4
@@ -26,7 +27,7 @@ def works(ranks: int, rows: int) -> Iterator[Work]:
     yield from _attention(ranks, rows)
     yield from _experts(ranks, rows)
     width = HEADS // ranks * 128
-    given = (bf16(rows, width), aot_product_cases.fp8_block(HIDDEN, width))
+    given = (bf16(rows, width), weight("fp8_block", HIDDEN, width))
     yield Work(
         case(_name("output projection", ranks, rows), kernel("gemm"), *given),
         "tile_kernel", LAYERS, HIDDEN * width, 2.0 * rows * HIDDEN * width, "bf16",
@@ -77,8 +78,8 @@ def _experts(ranks: int, rows: int) -> Iterator[Work]:
     for act, name in (("mxfp4", "a4w4"), ("mxfp8", "a8w4")):
         given = (
             bf16(rows, HIDDEN),
-            aot_product_cases.mxfp4(EXPERTS, 2 * width, HIDDEN),
-            aot_product_cases.mxfp4(EXPERTS, HIDDEN, width),
+            weight("mxfp4", EXPERTS, 2 * width, HIDDEN),
+            weight("mxfp4", EXPERTS, HIDDEN, width),
             f32(rows, TOPK),
             ints(rows, TOPK, dtype=torch.int64),
         )

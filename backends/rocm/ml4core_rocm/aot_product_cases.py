@@ -9,13 +9,9 @@ from types import MappingProxyType
 
 import torch
 
-from ml4core.api import Weight
-from ml4core_rocm.aot import Case
-from ml4core_rocm.aot_cases import F8, bf16, case, f32, ints, kernel
-
-HIDDEN = 6144
-EXPERTS = 128
-TOPK = 4
+from ml4core_rocm.aot_cases import F8, kernel
+from ml4core_triton.aot import Case
+from ml4core_triton.aot_cases import CHOSEN, EXPERTS, HIDDEN, bf16, case, f32, ints, weight
 
 _SCALED = MappingProxyType({"gfx950": r"v_mfma_scale_", "gfx942": r"_bf16"})
 """gfx942's units take no scales: codes are decoded to bf16."""
@@ -35,10 +31,10 @@ def cases() -> Iterator[Case]:
                     f"moe_experts {name} {width} wide {rows} rows",
                     experts,
                     bf16(rows, HIDDEN),
-                    mxfp4(EXPERTS, 2 * width, HIDDEN),
-                    mxfp4(EXPERTS, HIDDEN, width),
-                    f32(rows, TOPK),
-                    ints(rows, TOPK, dtype=torch.int64),
+                    weight("mxfp4", EXPERTS, 2 * width, HIDDEN),
+                    weight("mxfp4", EXPERTS, HIDDEN, width),
+                    f32(rows, CHOSEN),
+                    ints(rows, CHOSEN, dtype=torch.int64),
                     act=act,
                     wants=_SCALED if act else _BF16,
                     hot=act is not None,
@@ -48,10 +44,10 @@ def cases() -> Iterator[Case]:
             f"moe_experts fp8 {act or 'bf16'} 768 wide 64 rows",
             experts,
             bf16(64, HIDDEN),
-            fp8_block(EXPERTS, 1536, HIDDEN),
-            fp8_block(EXPERTS, HIDDEN, 768),
-            f32(64, TOPK),
-            ints(64, TOPK, dtype=torch.int64),
+            weight("fp8_block", EXPERTS, 1536, HIDDEN),
+            weight("fp8_block", EXPERTS, HIDDEN, 768),
+            f32(64, CHOSEN),
+            ints(64, CHOSEN, dtype=torch.int64),
             act=act,
             wants=_BLOCK if act else _BF16,
             hot=False,
@@ -62,30 +58,12 @@ def cases() -> Iterator[Case]:
                 f"gemm fp8_block {act or 'bf16'} {rows} rows",
                 gemm,
                 bf16(rows, HIDDEN),
-                fp8_block(2048, HIDDEN),
+                weight("fp8_block", 2048, HIDDEN),
                 act=act,
                 wants=_BLOCK if act else _BF16,
             )
-        plain = Weight("bf16", (2048, HIDDEN), {"data": bf16(2048, HIDDEN)})
+        plain = weight("bf16", 2048, HIDDEN)
+        up = weight("bf16", 16, 512, 64)
+        name = f"head_gemm 16 heads {rows} rows"
+        yield case(name, kernel("head_gemm"), bf16(rows, 16, 64), up, wants=_BF16)
         yield case(f"gemm bf16 {rows} rows", gemm, bf16(rows, HIDDEN), plain, wants=_BF16)
-    yield case("rms_norm", kernel("rms_norm"), bf16(64, HIDDEN), bf16(HIDDEN), 1e-6)
-    yield case("layer_norm", kernel("layer_norm"), f32(64, 32, 128), f32(128), f32(128), 1e-6)
-
-
-def mxfp4(*shape: int) -> Weight:
-    *stack, rows, columns = shape
-    parts = {
-        "data": _bytes(*stack, rows, columns // 2),
-        "scale": _bytes(*stack, rows, columns // 32),
-    }
-    return Weight("mxfp4", shape, parts)
-
-
-def fp8_block(*shape: int) -> Weight:
-    *stack, rows, columns = shape
-    scale = f32(*stack, -(-rows // 128), -(-columns // 128))
-    return Weight("fp8_block", shape, {"data": _bytes(*shape), "scale": scale})
-
-
-def _bytes(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.uint8, device="meta")

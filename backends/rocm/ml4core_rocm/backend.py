@@ -18,17 +18,24 @@ from ml4core.api import (
 from ml4core_rocm import aiter_functions, devices
 from ml4core_rocm.capabilities import capabilities
 from ml4core_rocm.driver import Gpu, find_gpus
-from ml4core_rocm.interpreter import interpreter_refusals, is_on
-from ml4core_rocm.libraries import find_optional, find_torch, find_triton, hip_version
+from ml4core_rocm.libraries import (
+    find_optional,
+    find_other_gpu,
+    find_torch,
+    find_triton,
+    hip_version,
+)
 from ml4core_rocm.providers import FUNCTIONS
 from ml4core_rocm.refusals import refusals
 from ml4core_rocm.switches import read
+from ml4core_triton.interpreter import compiler_refusals, interpreter_refusals
 
 
 class RocmBackend:
     """AMD GPUs through torch and triton. Without one, kernels also run in Triton's interpreter on
-    the host, as a device of kind ``interpreted``; and torch alone, as one of kind ``fake``, stands
-    for the GPU in everything but its kernels.
+    the host, as a device of kind ``interpreted``; their sources compile for an NVIDIA GPU, as one
+    of kind ``source``; and torch alone, as one of kind ``fake``, stands for the GPU in everything
+    but its kernels.
     """
 
     name = "rocm"
@@ -57,6 +64,8 @@ class RocmBackend:
             found.append(devices.interpreted(details))
         if torch:
             found.append(devices.fake(details))
+        if torch and triton and (other := find_other_gpu()):
+            found.append(devices.source(other, "cuda:0", details))
         return Probe(tuple(found), refusals)
 
     def capabilities(self, device: Device) -> Capabilities:
@@ -80,16 +89,23 @@ def _device_refusals(device: Device) -> Sequence[Refusal]:
         return ()
     if device.kind == "interpreted":
         # The switch comes first: finding triton imports it.
-        return (*interpreter_refusals(), *find_triton()[1])
+        return (*interpreter_refusals("rocm"), *find_triton()[1])
+    if device.kind == "source":
+        return _source_refusals()
     if device.arch not in devices.SERVED:
         reason = f"{device.name} is a {device.kind} device of architecture {device.arch!r}"
         remedy = f"a GPU of {', '.join(sorted(devices.SERVED))}; or a device of kind interpreted"
         return (Refusal("rocm", "device", reason, remedy),)
-    reasons = (*find_torch()[1], *find_triton()[1])
-    if not reasons and is_on():
-        reason = "Triton's interpreter is on in this process, which runs kernels on the host"
-        return (Refusal("rocm", "device", reason, "TRITON_INTERPRET unset"),)
-    return reasons
+    return (*find_torch()[1], *find_triton()[1]) or compiler_refusals("rocm")
+
+
+def _source_refusals() -> Sequence[Refusal]:
+    """Why sources can't be compiled for the GPU that is here."""
+    reasons = [*find_triton()[1]]
+    if not find_other_gpu():
+        reason = "torch reaches no GPU beside AMD's, for which sources could be compiled"
+        reasons.append(Refusal("rocm", "device", reason, "torch for CUDA, and a GPU of it"))
+    return reasons or compiler_refusals("rocm")
 
 
 def _library_refusals(deployment: Deployment, declared: Capabilities) -> Sequence[Refusal]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ml4core.api import WEIGHT_FORMATS, Capabilities, Deployment, Device, Refusal
+from ml4core_rocm import inputs_stage, own_stages
 from ml4core_rocm.devices import FLAVOUR, SERVED
 from ml4core_rocm.ops import OWN
 
@@ -17,6 +18,12 @@ _COMMON = frozenset(
     | {"feature:load_time_mxfp4"}
     | {"spec:dspark", "spec:probabilistic_drafts", "spec:block_verification"}
 )
+STAGES = {
+    "attn_inputs": frozenset(inputs_stage.OPS),
+    "select": frozenset(own_stages.OPS["select"]),
+    "sparse_mla": frozenset(own_stages.OPS["sparse_mla"]),
+}
+"""Stage that a kernel of ours serves -> the ops that its parts are."""
 _ACTS = {"gfx950": ("fp8_block", "mxfp4"), "gfx942": ("fp8_block",)}
 """Formats to which products of ours bring their inputs. gfx942 has no scaled matrix instruction."""
 
@@ -33,10 +40,10 @@ def capabilities(device: Device) -> Capabilities:
     real = device.kind == "real"
     if device.kind != "fake" and {"gemm", "moe_experts"} <= set(OWN):
         features |= {f"act:{name}" for name in _ACTS[device.arch]}
+    if device.kind != "fake":
+        features |= {f"stage:{stage}" for stage, ops in STAGES.items() if ops <= set(OWN)}
     if real:
         features |= {"feature:async_scheduling", "feature:graph_capture"}
-        # Stages of its own there are only with AITER; else core composes them of our ops.
-        features |= {"stage:sparse_mla", "stage:select"}
     defaults = {
         "dtype": "bfloat16",
         "kv": fp8,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 from ml4core.api import Device
 from ml4core_rocm.driver import Gpu
+from ml4core_triton import libraries
 
 SERVED = frozenset({"gfx942", "gfx950"})
 """Architectures that the backend is made for."""
@@ -42,6 +42,14 @@ def fake(details: Mapping[str, str]) -> Device:
     return Device("fake", "torch on the host, as gfx950", "gfx950", "cpu", details=details)
 
 
+def source(other: str, torch_device: str, details: Mapping[str, str]) -> Device:
+    """A GPU of another maker, for which the sources of kernels are compiled: it shows what they
+    compute, and nothing of what is compiled of them for an AMD GPU.
+    """
+    name = f"sources of gfx950's kernels, compiled for {other}"
+    return Device("source", name, "gfx950", torch_device, details=details)
+
+
 def fp8_flavour(arch: str) -> str:
     """``e4m3fn`` or ``e4m3fnuz``. ``KeyError`` for an architecture that isn't served: none is
     assumed.
@@ -53,7 +61,4 @@ def fp8_flavour(arch: str) -> str:
 
 
 def release() -> str:
-    try:
-        return version("ml4core-rocm")
-    except PackageNotFoundError:
-        return "checkout"
+    return libraries.release("ml4core-rocm")

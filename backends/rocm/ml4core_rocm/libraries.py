@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import warnings
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+import os
+from collections.abc import Iterator, MutableMapping
 
 from ml4core.api import Refusal
+from ml4core_triton import libraries
 
 _OPTIONAL = {"aiter": "amd-aiter", "flydsl": "flydsl"}
 """Module -> distribution. Each serves some op faster; none has to be there."""
@@ -16,21 +15,18 @@ _OPTIONAL = {"aiter": "amd-aiter", "flydsl": "flydsl"}
 
 def find_torch() -> tuple[str, tuple[Refusal, ...]]:
     """The version of torch ("" if it can't be used), and what keeps it from the GPUs."""
-    remedy = "a ROCm build of torch: https://pytorch.org/get-started/locally"
+    return libraries.find_torch("rocm", "hip")
+
+
+def find_other_gpu() -> str:
+    """The name of a GPU that torch reaches and that is none of AMD's; "" if there is none."""
     try:
         torch = importlib.import_module("torch")
-        name, built_for = f"torch {torch.__version__}", torch.version.hip
-    except Exception as error:
-        return "", (Refusal("rocm", "torch", _failed(error), remedy),)
-    if built_for is None:
-        return name, (Refusal("rocm", "torch", f"{name} is built without ROCm", remedy),)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if torch.cuda.is_available():  # ROCm devices go by that name in torch
-            return name, ()
-    said = "; ".join(str(warning.message).strip() for warning in caught) or "it gives no reason"
-    reason = f"{name}, built for ROCm {built_for}, reaches no GPU: {said}"
-    return name, (Refusal("rocm", "torch", reason, "a driver that is new enough for this torch"),)
+        if torch.version.hip is not None or not torch.cuda.is_available():
+            return ""
+        return str(torch.cuda.get_device_name(0))
+    except Exception:  # a driver that torch can't use
+        return ""
 
 
 def hip_version() -> str:
@@ -41,28 +37,19 @@ def hip_version() -> str:
         return ""
 
 
+def settle_fusion(environment: MutableMapping[str, str] = os.environ) -> None:
+    """States that triton fuses products and sums, unless the environment says otherwise: what it
+    does where nothing is stated changes with 3.10, and results with it. Before triton is imported.
+    """
+    environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
 def find_triton() -> tuple[str, tuple[Refusal, ...]]:
     """The version of triton ("" if it can't be used), and why it can't."""
-    try:
-        triton = importlib.import_module("triton")
-        name, _ = f"triton {triton.__version__}", triton.jit  # leftovers import, and hold nothing
-    except Exception as error:
-        remedy = "the triton of the ROCm build of torch"
-        return "", (Refusal("rocm", "triton", _failed(error), remedy),)
-    return name, ()
+    settle_fusion()
+    return libraries.find_triton("rocm", "the triton of the ROCm build of torch")
 
 
 def find_optional() -> Iterator[str]:
     """Each optional library with its version, or with "no" in front. Imports none."""
-    for module, distribution in _OPTIONAL.items():
-        if find_spec(module) is None:
-            yield f"no {module}"
-            continue
-        try:
-            yield f"{module} {version(distribution)}"
-        except PackageNotFoundError:
-            yield f"{module} of unknown version"
-
-
-def _failed(error: Exception) -> str:
-    return f"can't be used: {type(error).__name__}: {error}"
+    return libraries.find_optional(_OPTIONAL)

@@ -16,9 +16,15 @@ from ml4core_rocm.devices import FLAVOUR
 from ml4core_rocm.switches import VARIABLES, Switches
 
 OURS = "triton"
+RAGGED = "triton ragged MLA"
+"""Ours for layers without rope on a bf16 cache, beside AITER's attention for the others."""
 _SOURCE = "rocm"
 TOPK, CHUNK = 2048, 256
 """Keys that its top-k keeps, and those of a chunk of its paged scores."""
+PROMPT_KEYS = 32768
+"""Keys of a request from which its top-k of rows of prompts pays, as published."""
+WORLDS = (2, 4, 6, 8)
+"""Ranks that its all-reduce is made for."""
 LATENT, ROPE, HEADS = 512, 64, 128
 """Values of the rows that its attention reads, and the most heads of a rank."""
 _UNIT = 256
@@ -29,7 +35,7 @@ Against = Callable[[LayerSpec | None, Deployment, Switches], Iterator[Refusal]]
 
 @dataclass(frozen=True)
 class Peer:
-    """AITER's way for a stage or an op.
+    """AITER's way for a stage, an op or a collective, or ours beside it.
 
     Attributes:
         name: as the start-up report calls it.
@@ -81,6 +87,12 @@ def _mla(layer: LayerSpec | None, deployment: Deployment, switches: Switches) ->
         if layer.heads > HEADS:
             reason = f"it attends with {HEADS} heads a rank at most, not {layer.heads}"
             yield Refusal(_SOURCE, name, reason, "a greater --tensor-parallel-size")
+        if layer.rope_dim == 0 and deployment.kv_layout == "bf16":
+            reason = (
+                f"it reads {LATENT + ROPE} values of a row of bf16, of which a layer without rope "
+                f"has {LATENT}; the ragged Triton kernel reads those"
+            )
+            yield Refusal(_SOURCE, name, reason, RAGGED)
     native = "e4m3" if FLAVOUR.get(arch) == "e4m3fn" else "e4m3fnuz"
     if deployment.kv_layout not in ("bf16", native):
         reason = f"on {arch} it reads rows of bf16 or {native}, not of {deployment.kv_layout}"
@@ -102,6 +114,17 @@ def _triton_mla(
     yield Refusal(_SOURCE, name, reason, OURS)
 
 
+def _ragged(
+    layer: LayerSpec | None, deployment: Deployment, switches: Switches
+) -> Iterator[Refusal]:
+    if layer is not None and layer.topk_source is None:
+        yield Refusal(_SOURCE, RAGGED, "it serves layers that choose their keys")
+    if layer is not None and (layer.rope_dim or deployment.kv_layout != "bf16"):
+        rope = f"{layer.rope_dim} dims of rope" if layer.rope_dim else "no rope"
+        reason = f"it serves layers without rope on bf16; this has {rope} on {deployment.kv_layout}"
+        yield Refusal(_SOURCE, RAGGED, reason)
+
+
 def _select(
     layer: LayerSpec | None, deployment: Deployment, switches: Switches
 ) -> Iterator[Refusal]:
@@ -119,12 +142,26 @@ def _select(
     if size % 16 or (CHUNK % size and size % CHUNK):
         reason = f"pages of {size} keys and its chunks of {CHUNK} don't divide one another"
         yield Refusal(_SOURCE, name, reason, "--block-size 64")
+    yield from _prompts(layer, deployment)
+
+
+def _prompts(layer: LayerSpec | None, deployment: Deployment) -> Iterator[Refusal]:
+    """Reasons against its scores of rows of prompts, over gathered keys."""
+    index = layer.indexer if layer is not None else None
+    sizes = () if index is None else (index.heads, index.head_dim)
+    if any(size & (size - 1) for size in sizes):
+        reason = f"it scores powers of two of heads and values, and the index has {list(sizes)}"
+        yield Refusal(_SOURCE, "AITER index scores and top-k", reason, OURS)
 
 
 def _norms(
     layer: LayerSpec | None, deployment: Deployment, switches: Switches
 ) -> Iterator[Refusal]:
     yield from _bf16("AITER RMS norm", deployment)
+
+
+def _sums(layer: LayerSpec | None, deployment: Deployment, switches: Switches) -> Iterator[Refusal]:
+    yield from _bf16("AITER sum and RMS norm", deployment)
 
 
 def _products(
@@ -166,6 +203,22 @@ def _experts(
         yield Refusal(_SOURCE, name, reason, "--no-enable-expert-parallel")
 
 
+def _all_reduce(
+    layer: LayerSpec | None, deployment: Deployment, switches: Switches
+) -> Iterator[Refusal]:
+    name, world = "AITER all-reduce", deployment.tensor_parallel_size
+    remedy = "the collectives of torch"
+    if world not in WORLDS:
+        reason = f"it is made for {', '.join(map(str, WORLDS))} ranks, not for {world}"
+        yield Refusal(_SOURCE, name, reason, remedy)
+    if deployment.nnodes > 1:
+        reason = f"it reaches peers of one host, and the ranks are on {deployment.nnodes}"
+        yield Refusal(_SOURCE, name, reason, remedy)
+    if not switches.custom_ar_max_size:
+        variable = VARIABLES["custom_ar_max_size"]
+        yield Refusal(_SOURCE, name, f"{variable} is 0, which turns it off", f"{variable} unset")
+
+
 PEERS: tuple[Peer, ...] = (
     Peer(
         "AITER MLA",
@@ -174,17 +227,25 @@ PEERS: tuple[Peer, ...] = (
         _mla,
     ),
     Peer("AITER Triton sparse MLA", "sparse_mla", (), _triton_mla),
+    Peer(RAGGED, "sparse_mla", (), _ragged),
     Peer(
         "AITER index scores and top-k",
         "select",
-        ("deepgemm_fp8_paged_mqa_logits", "top_k_per_row_decode"),
+        (
+            "deepgemm_fp8_paged_mqa_logits",
+            "top_k_per_row_decode",
+            "fp8_mqa_logits",
+            "top_k_per_row_prefill",
+        ),
         _select,
     ),
     Peer("AITER RMS norm", "rms_norm", ("rmsnorm2d_fwd",), _norms),
+    Peer("AITER sum and RMS norm", "all_reduce_rms_norm", ("rmsnorm2d_fwd_with_add",), _sums),
     Peer("AITER block FP8 product", "gemm", ("gemm_a8w8_blockscale",), _products),
     Peer("AITER fused experts", "moe_experts", ("fused_moe",), _experts),
+    Peer("AITER all-reduce", "all_reduce", ("CustomAllreduce",), _all_reduce),
 )
-"""A stage or an op, by the name of its ``part``."""
+"""A stage, an op or a collective, by the name of its ``part``."""
 
 
 FUNCTIONS = tuple(dict.fromkeys(name for peer in PEERS for name in peer.functions))

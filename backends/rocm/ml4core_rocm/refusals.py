@@ -22,7 +22,7 @@ def refusals(
     found, of_switches = switches.read(deployment, capabilities, environment)
     return (
         *layout_refusals(deployment),
-        *unknown_switches(deployment, "rocm", tuple(switches.VARIABLES)),
+        *unknown_switches(deployment, "rocm", switches.KEYS),
         *of_switches,
         *config_reasons(deployment, found),
     )

@@ -3,6 +3,7 @@
     VLLM_ROCM_USE_AITER                     use_aiter
     VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA   aiter_triton_sparse_mla
     AITER_CUSTOM_AR_MAX_SIZE                custom_ar_max_size
+    (none)                                  sparse_mla_precision
 
 Keys stand in the object under the backend's name: ``--additional-config '{"rocm": {"use_aiter":
 true}}'``. What a variable and its key say must be the same.
@@ -17,6 +18,9 @@ from types import MappingProxyType
 from ml4core.api import Capabilities, Deployment, Refusal
 
 AITER, SPARSE_MLA, AR_SIZE = "use_aiter", "aiter_triton_sparse_mla", "custom_ar_max_size"
+PRECISION = "sparse_mla_precision"
+PRECISIONS = ("bf16", "fp8")
+"""In what queries meet keys of an FP8 cache in our sparse attention; the first is the default."""
 
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
@@ -26,6 +30,7 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Key -> variable."""
+KEYS = (*VARIABLES, PRECISION)
 
 AR_DEFAULT = 64 << 20
 AR_POOL = 1 << 30
@@ -44,6 +49,8 @@ _KERNEL_ACTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 32 with a power of two each.
 """
 
+Value = bool | int | str
+
 _BOOLS = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -55,6 +62,7 @@ class Switches:
         custom_ar_max_size: bytes of the largest message that the custom all-reduce takes; 0: none.
         expert_act: ``a8w4`` or ``a4w4`` of experts in MXFP4; empty where inputs stay as they are.
         told: words by word, with where each comes from.
+        sparse_mla_precision: of ``PRECISIONS``.
         kernel_act: the format to which our kernels bring inputs of such experts; None: as they are.
     """
 
@@ -63,6 +71,7 @@ class Switches:
     custom_ar_max_size: int = AR_DEFAULT
     expert_act: str = ""
     kernel_act: str | None = None
+    sparse_mla_precision: str = PRECISIONS[0]
     told: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
@@ -74,17 +83,18 @@ def read(
     """
     own = deployment.additional_config.get("rocm", {})
     config = own if isinstance(own, Mapping) else {}
-    values: dict[str, bool | int] = {AITER: False, SPARSE_MLA: False, AR_SIZE: AR_DEFAULT}
+    values: dict[str, Value] = {AITER: False, SPARSE_MLA: False, AR_SIZE: AR_DEFAULT}
+    values[PRECISION] = PRECISIONS[0]
     told, faults = {}, []
-    for key, variable in VARIABLES.items():
-        source = "default"
-        stated: dict[str, bool | int] = {}
+    for key in KEYS:
+        source, variable = "default", VARIABLES.get(key, _flag(key))
+        stated: dict[str, Value] = {}
         for name, raw in ((variable, environment.get(variable, "")), (_flag(key), config.get(key))):
             if raw is None or raw == "":
                 continue
-            value = _value(key, raw)
-            if isinstance(value, str):
-                faults.append(Refusal("rocm", name, f"{raw!r} is no value of it", value))
+            value, works = _value(key, raw)
+            if value is None:
+                faults.append(Refusal("rocm", name, f"{raw!r} is no value of it", works))
             else:
                 stated[name] = value
         if len(set(stated.values())) > 1:
@@ -98,7 +108,13 @@ def read(
         told["experts in MXFP4"] = act
     kernel_act = _KERNEL_ACTS.get(act, {}).get(deployment.device.arch)
     switches = Switches(
-        bool(values[AITER]), bool(values[SPARSE_MLA]), int(values[AR_SIZE]), act, kernel_act, told
+        bool(values[AITER]),
+        bool(values[SPARSE_MLA]),
+        int(values[AR_SIZE]),
+        act,
+        kernel_act,
+        str(values[PRECISION]),
+        told,
     )
     return switches, (*faults, *_against(switches, deployment))
 
@@ -107,22 +123,22 @@ def _flag(key: str) -> str:
     return f"--additional-config rocm.{key}"
 
 
-def _value(key: str, raw: object) -> bool | int | str:
-    """The value; a text where it is none, which says what would work."""
+def _value(key: str, raw: object) -> tuple[Value | None, str]:
+    """The value, None where it is none, and what would work."""
+    if key == PRECISION:
+        return (str(raw) if raw in PRECISIONS else None), " or ".join(PRECISIONS)
     if key != AR_SIZE:
-        if isinstance(raw, bool):
-            return raw
-        return _BOOLS.get(str(raw).lower(), "1 or 0, true or false")
+        value = raw if isinstance(raw, bool) else _BOOLS.get(str(raw).lower())
+        return value, "1 or 0, true or false"
     number = raw if isinstance(raw, int) and not isinstance(raw, bool) else None
     if isinstance(raw, str) and raw.isascii() and raw.isdigit():
         number = int(raw)
-    if number is None or not 0 <= number <= AR_POOL:
-        return f"bytes, 0 (no custom all-reduce) to {AR_POOL}, its pool"
-    return number
+    fits = number is not None and 0 <= number <= AR_POOL
+    return (number if fits else None), f"bytes, 0 (no custom all-reduce) to {AR_POOL}, its pool"
 
 
-def _shown(value: bool | int) -> str:
-    return str(int(value))
+def _shown(value: Value) -> str:
+    return value if isinstance(value, str) else str(int(value))
 
 
 def _expert_act(deployment: Deployment, capabilities: Capabilities) -> str:
@@ -141,6 +157,7 @@ def _against(switches: Switches, deployment: Deployment) -> Iterator[Refusal]:
     if switches.use_aiter and device.kind != "real":
         reason = f"AITER's kernels run on a GPU, and the device is of kind {device.kind}"
         yield Refusal("rocm", VARIABLES[AITER], reason, "leave it out")
+    yield from _against_precision(switches, deployment)
     if not switches.aiter_triton_sparse_mla:
         return
     subject = VARIABLES[SPARSE_MLA]
@@ -164,3 +181,21 @@ def _against(switches: Switches, deployment: Deployment) -> Iterator[Refusal]:
         if size > 1:
             reason = f"it gives no log-sum-exp, by which {size} ranks' parts are merged"
             yield Refusal("rocm", subject, reason, f"{flag} 1, or leave it out")
+
+
+def _against_precision(switches: Switches, deployment: Deployment) -> Iterator[Refusal]:
+    """Why queries can't be FP8 in our sparse attention, or why it would change nothing."""
+    if switches.sparse_mla_precision != "fp8":
+        return
+    subject, remedy = _flag(PRECISION), "leave it out"
+    if deployment.device.kind == "fake":
+        yield Refusal("rocm", subject, "a device of kind fake has no kernels", remedy)
+    if deployment.dtype != "bfloat16":
+        reason = f"queries of {deployment.dtype} meet keys in float32"
+        yield Refusal("rocm", subject, reason, "--dtype bfloat16")
+    if not deployment.kv_layout.startswith("e4m3"):
+        reason = f"a cache of {deployment.kv_layout} has no FP8 for queries in FP8 to meet"
+        yield Refusal("rocm", subject, reason, "--kv-cache-dtype fp8")
+    if switches.use_aiter and not switches.aiter_triton_sparse_mla:
+        reason = "AITER's attention, which is to serve, has queries in FP8 on such a cache already"
+        yield Refusal("rocm", subject, reason, f"{remedy}, or {VARIABLES[SPARSE_MLA]}=1")

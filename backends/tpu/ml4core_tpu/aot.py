@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ml4core.api import Refusal
+from ml4core_tpu.aot_kernels import Kernel, kernels_of
 from ml4core_tpu.bridge import host_environment
 
 SLICE = "tpu7x:2x2x1"
@@ -24,6 +25,7 @@ HBM_BYTES = 94.75 * 2**30
 HBM_PER_S, BF16_FLOPS, FP8_FLOPS = 3.7e12, 1.155e15, 2.3e15
 """Of one device, as published."""
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_VMEM = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
 _USED = re.compile(r"(scoped )?(vmem|smem|hbm)", re.IGNORECASE)
 
 
@@ -65,6 +67,8 @@ class Compiled:
         arguments, outputs, temporaries, aliased: bytes of a device's memory.
         counted: bytes that the program moves by its own account; 0 where it gives none.
         collectives: how many of each kind.
+        vmem: bytes that the largest of its kernels and fusions takes, by the compiler's account.
+        kernels: of Pallas, in order.
     """
 
     case: Case
@@ -75,10 +79,21 @@ class Compiled:
     aliased: int
     counted: float
     collectives: Mapping[str, int]
+    vmem: int
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def smem(self) -> int:
+        """Bytes of scalar memory that the largest of its kernels takes."""
+        return max((kernel.smem for kernel in self.kernels), default=0)
 
     @property
     def hbm(self) -> int:
         return self.arguments + self.outputs + self.temporaries - self.aliased
+
+    @property
+    def too_large(self) -> bool:
+        return self.hbm > HBM_BYTES
 
     @property
     def heavy(self) -> bool:
@@ -148,6 +163,8 @@ def compile_program(case: Case, arguments: tuple[Any, ...]) -> Compiled:
                 if (count := len(re.findall(rf"= \S+ {kind}(?:-start)?\(", text)))
             }
         ),
+        max((int(size) for size in _VMEM.findall(text)), default=0),
+        tuple(kernels_of(traced)),
     )
 
 

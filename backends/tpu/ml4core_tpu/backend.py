@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from ml4core.api import (
     Capabilities,
     Deployment,
@@ -16,8 +14,10 @@ from ml4core.api import (
     unknown_switches,
 )
 from ml4core_tpu.capabilities import SERVED, capabilities
+from ml4core_tpu.compilation import compilation_refusals
 from ml4core_tpu.driver import Chip, find_chips
 from ml4core_tpu.libraries import find_libtpu, find_optional, find_runtime
+from ml4core_tpu.release import release
 from ml4core_tpu.runtimes import SWITCHES, runtime_of, runtime_reasons, runtime_refusals
 
 _HBM_BYTES = 96 << 30
@@ -39,7 +39,7 @@ class TpuBackend:
         jax, runtime_faults = find_runtime()
         libtpu, libtpu_faults = find_libtpu(chips)
         found = (jax, libtpu, *find_optional())
-        details = {"libraries": ", ".join(one for one in found if one), "ml4core-tpu": _release()}
+        details = {"libraries": ", ".join(one for one in found if one), "ml4core-tpu": release()}
         details |= {f"runtime {name}": text for name, text in runtime_reasons().items()}
         devices: list[Device] = []
         if jax:
@@ -63,6 +63,7 @@ class TpuBackend:
         reasons = [
             *_device_refusals(deployment.device),
             *runtime_refusals(deployment),
+            *compilation_refusals(deployment),
             *undeclared(deployment.needs, capabilities(deployment.device), self.name),
             *unknown_switches(deployment, self.name, SWITCHES),
         ]
@@ -93,14 +94,7 @@ def _too_far(chip: Chip) -> Refusal:
 
 def _no_steps(chip: Chip) -> Refusal:
     reason = (
-        f"{_release()} of ml4core-tpu compiles kernels for it ahead of time, and runs no step there"
+        f"{release()} of ml4core-tpu compiles kernels for it ahead of time, and runs no step there"
     )
     remedy = '--additional-config \'{"device": "interpreted"}\', which runs on the host'
     return Refusal("tpu", f"chip {chip.index}", reason, remedy)
-
-
-def _release() -> str:
-    try:
-        return f"version {version('ml4core-tpu')}"
-    except PackageNotFoundError:
-        return "this checkout"

@@ -29,6 +29,9 @@ libtpu compiles for a machine of 8 devices without looking for one.
 """
 
 
+_LEAST_PAGES = 4
+
+
 def host_environment() -> None:
     """Sets what isn't set. Before JAX is imported."""
     for name, value in HOST_ENVIRONMENT.items():
@@ -82,7 +85,7 @@ def written(
     if not count:
         return
     # Pages that fill up to a power of two repeat the last one, and are dropped again.
-    taken = torch.cat((touched, touched[-1:].expand(bucket(count) - count)))
+    taken = torch.cat((touched, touched[-1:].expand(bucket(count, _LEAST_PAGES) - count)))
     place = torch.searchsorted(touched, slots.clamp(min=0) // page)
     local = torch.where(valid, place * page + slots % page, -1)
     found = write(tuple(to_jax(part[taken]) for part in parts), to_jax(local))

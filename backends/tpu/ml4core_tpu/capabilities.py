@@ -23,9 +23,11 @@ _FEATURES = frozenset(
     | {f"index:{name}" for name in INDEX_KINDS}
     | {f"weights:{name}" for name in WEIGHT_FORMATS}
     | {f"act:{act}" for act in ("bf16", "fp32", *ACTS)}
+    | {"stage:decoder_layer"}
     | {"feature:compose", "feature:prefix_caching"}
     | {"spec:dspark", "spec:probabilistic_drafts", "spec:block_verification"}
 )
+_SMEM_BYTES = 1 << 20
 _MAX_TOPK = 4096
 """Slots of a row stand in the scalar memory twice, which is 1 MiB, beside page tables."""
 
@@ -40,7 +42,7 @@ def capabilities(device: Device) -> Capabilities:
         "kv": TILES,
         "fp8": TILES,
         "index": LANE33,
-        "block_size": "256" if real else "128",
+        "block_size": "512" if real else "128",
         "max_num_seqs": "256" if real else "4",
         "max_num_batched_tokens": "8192" if real else "64",
     }
@@ -66,7 +68,29 @@ def refusals(deployment: Deployment, capabilities: Capabilities) -> tuple[Refusa
         found.append(
             Refusal("tpu", f"index:{index}", reason, f"--block-size {LANES}, or a multiple")
         )
-    return (*found, *_widths(deployment))
+    return (*found, *_small_pages(deployment), *_widths(deployment))
+
+
+def smallest_page(max_model_len: int, max_num_seqs: int) -> int:
+    """Tokens a page, a power of two, at which tables of all requests take half of the scalar memory
+    at most.
+    """
+    pages = max(1, _SMEM_BYTES // 2 // 4 // max(1, max_num_seqs))
+    tokens = -(-max_model_len // pages)
+    return 1 << max(0, tokens - 1).bit_length()
+
+
+def _small_pages(deployment: Deployment) -> list[Refusal]:
+    size = deployment.block_size
+    least = smallest_page(deployment.max_model_len, deployment.max_num_seqs)
+    if deployment.device.kind != "real" or size >= least:
+        return []
+    reason = (
+        f"page tables of {deployment.max_num_seqs} requests of {deployment.max_model_len} tokens "
+        f"in pages of {size} take more than half of the scalar memory, which is 1 MiB"
+    )
+    remedy = f"--block-size {least}, or fewer tokens by --max-model-len or --max-num-seqs"
+    return [Refusal("tpu", "--block-size", reason, remedy)]
 
 
 def _widths(deployment: Deployment) -> list[Refusal]:

@@ -1,21 +1,116 @@
-"""How steps run: as they are, op by op."""
+"""How steps run: core's loop over layers, each layer one program of its token bucket."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import TypeVar
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ml4core.api import StepOutput, StepShape
+import torch
+
+from ml4core.api import LayerKV, ModelSpec, Selection, StepOutput, StepPlan, StepShape
+from ml4core_tpu.buckets import Buckets
+from ml4core_tpu.programs import Programs
+from ml4core_tpu.progress import progress
+
+if TYPE_CHECKING:
+    from ml4core_tpu.kernels.layer.stage import LayerPrograms, Request
 
 F = TypeVar("F", bound=Callable[..., object])
 Step = Callable[..., StepOutput]
 
 
 class EagerExecutor:
-    """A step is itself: each op is a program of its own."""
+    """A step is itself: each op is a program of its own, compiled when it is first called."""
 
     def compile(self, step: Step, shape: StepShape) -> Step:
         return step
 
     def eager_break(self, function: F) -> F:
         return function
+
+
+class BucketExecutor:
+    """Before the first step all programs of layers and logits are compiled, if that is asked for;
+    then one that is compiled later is counted and warned of.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        dtype: torch.dtype,
+        layers: LayerPrograms,
+        programs: Programs,
+        buckets: Buckets,
+        product: Callable[..., object],
+        warm_up: bool,
+    ) -> None:
+        """``product``: the op ``gemm``, which makes logits."""
+        self._model = model
+        self._dtype = dtype
+        self._layers = layers
+        self._programs = programs
+        self._buckets = buckets
+        self._product = product
+        self._cold = warm_up
+
+    def compile(self, step: Step, shape: StepShape) -> Step:
+        def run(weights: Any, plan: StepPlan, kv: Any) -> StepOutput:
+            if self._cold:
+                self._warm_up(weights, plan, kv)
+                self._cold = False
+            return step(weights, plan, kv)
+
+        return run
+
+    def eager_break(self, function: F) -> F:
+        return function
+
+    def _warm_up(self, weights: Any, plan: StepPlan, kv: Any) -> None:
+        start = perf_counter()
+        wanted = [one for index in self._kinds(kv) for one in self._of(index, weights, plan, kv)]
+        with progress("Compiling programs of layers") as told:
+            self._programs.warm_up(wanted, told)
+        for rows in self._buckets.requests:
+            state = torch.zeros(rows, self._model.hidden_size, dtype=self._dtype)
+            self._product(state, weights.top["output"], torch.float32)
+        made = self._programs.made
+        print(
+            f"ml4core-tpu: {len(made)} programs of layers for steps of {self._buckets.told} rows "
+            f"in {perf_counter() - start:.1f} s: {sum(one.lowering for one in made):.1f} s of "
+            f"lowering, {sum(one.compiling for one in made):.1f} s of compiling",
+            file=sys.stderr,
+        )
+
+    def _kinds(self, kv: Any) -> list[int]:
+        """Layers that may need programs of their own. Others only repeat these."""
+        found: dict[object, int] = {}
+        for layer in self._model.layers:
+            last = layer.index + 1 == len(self._model.layers)
+            key = (self._layers.form(layer, kv.latent[layer.kv_source]), not layer.index, last)
+            found.setdefault(key, layer.index)
+        return list(found.values())
+
+    def _of(self, index: int, weights: Any, plan: StepPlan, kv: Any) -> list[Request]:
+        layers = self._model.layers
+        layer = layers[index]
+        residual = torch.zeros(1, layer.hidden_size, dtype=self._dtype)
+        selection = None
+        if layer.topk_source is not None and not layer.owns_index:
+            owner = layers[layer.topk_source].indexer
+            assert owner is not None, "an owner of a selection has an indexer"
+            one = torch.zeros(1, dtype=torch.int32)
+            none = one.expand(1, owner.topk).contiguous()
+            selection = Selection(none, one, none, one.bool())
+        following = weights.layers[index + 1] if index + 1 < len(layers) else {}
+        return self._layers.wanted(
+            layer,
+            weights.layers[index],
+            plan,
+            LayerKV(kv.latent[layer.kv_source], kv.index_keys.get(index)),
+            residual,
+            residual if index else None,
+            selection,
+            following.get("attention_norm", weights.top["final_norm"]),
+        )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from types import MappingProxyType
 
 from ml4core.api import Refusal
 from ml4core_tpu.driver import Chip
@@ -20,6 +21,12 @@ hand their import asks the metadata server."""
 _SKIP_METADATA = "TPU_SKIP_MDS_QUERY"
 _LIBTPU_WITH_7X = (0, 0, 27)
 """The first libtpu that was seen to know tpu7x; 0.0.24 does not."""
+_PAIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"0.10": ("0.0.42",), "0.11": ("0.0.48", "0.0.50"), "0.12": ("0.0.50", "0.0.52")}
+)
+"""Release of JAX -> releases of libtpu that it was made with, or was seen to run with. Others
+compile plain kernels and may fail elsewhere: JAX 0.10 with libtpu 0.0.50 breaks asynchronous calls.
+"""
 
 
 def find_runtime() -> tuple[str, tuple[Refusal, ...]]:
@@ -52,7 +59,21 @@ def find_libtpu(chips: tuple[Chip, ...]) -> tuple[str, tuple[Refusal, ...]]:
         first = ".".join(map(str, _LIBTPU_WITH_7X))
         reason = f"libtpu {found} does not know tpu7x"
         return f"libtpu {found}", (Refusal("tpu", "libtpu", reason, f"libtpu {first} or newer"),)
-    return f"libtpu {found}", ()
+    return f"libtpu {found}", _unpaired(found) if chips else ()
+
+
+def _unpaired(libtpu: str) -> tuple[Refusal, ...]:
+    """Why this libtpu is not for the JAX that is here, if it isn't, or if nobody knows."""
+    try:
+        jax = version("jax")
+    except PackageNotFoundError:
+        return ()
+    partners = _PAIRS.get(".".join(jax.split(".")[:2]), ())
+    if ".".join(libtpu.split(".")[:3]) in partners:
+        return ()
+    reason = f"libtpu {libtpu} and jax {jax} are not known to go together"
+    known = "; ".join(f"jax {one} with libtpu {' or '.join(them)}" for one, them in _PAIRS.items())
+    return (Refusal("tpu", "libtpu", reason, known),)
 
 
 def find_optional() -> Iterator[str]:

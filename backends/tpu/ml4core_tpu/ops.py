@@ -33,7 +33,7 @@ def sparse_mla(
     if not q.shape[0]:
         return _no_rows(q, latent)
     return torch_ops.sparse_mla(
-        q, cache.parts, _scale(cache), slots, lens, kind, latent, float(scale)
+        q, cache.parts, scale_of(cache), slots, lens, kind, latent, float(scale)
     )
 
 
@@ -55,7 +55,7 @@ def window_mla(
     return torch_ops.window_mla(
         q,
         cache.parts,
-        _scale(cache),
+        scale_of(cache),
         block_table,
         query_start,
         visible,
@@ -82,7 +82,7 @@ def kv_write(cache: KVCache, slots: Tensor, latent: Tensor, rope: Tensor | None 
         rope = latent.new_empty(len(slots), 0) if rope is None else rope
         first, *rest = cache.parts
         second = rest[0] if rest else first.new_empty(0)
-        arguments = (first, second, _scale(cache), slots, latent, rope, kind)
+        arguments = (first, second, scale_of(cache), slots, latent, rope, kind)
         if first.device.type == "cpu":
             torch_ops.kv_write(*arguments)
             return
@@ -115,7 +115,7 @@ def gather_kv(cache: KVCache, slots: Tensor) -> Tensor:
         kind, width, rope = _latent(cache)
     if not slots.numel():
         return slots.new_empty(*slots.shape, width + rope).float()
-    return torch_ops.gather_kv(cache.parts, _scale(cache), slots, kind, width, rope)
+    return torch_ops.gather_kv(cache.parts, scale_of(cache), slots, kind, width, rope)
 
 
 def indexer_logits(
@@ -176,10 +176,15 @@ ACTS = ("fp8_tensor",)
 """Formats in which a deployment may want the inputs of products with FP8 weights."""
 
 
+def act_of(deployment: Deployment) -> str:
+    """The one that a deployment needs; "" for none."""
+    return next((act for act in ACTS if f"act:{act}" in deployment.needs), "")
+
+
 def ops_for(deployment: Deployment) -> Mapping[str, Callable[..., object]]:
     """The ops of a session: products quantise their inputs where the deployment needs it."""
-    act = next((act for act in ACTS if f"act:{act}" in deployment.needs), None)
-    if act is None:
+    act = act_of(deployment)
+    if not act:
         return OWN
     quantising: dict[str, Callable[..., object]] = {"gemm": gemm, "moe_experts": moe_experts}
     return MappingProxyType(
@@ -209,13 +214,20 @@ def _index(cache: KVCache) -> str:
     return INDEX_KINDS[cache.layout.id]
 
 
-def _scale(cache: KVCache) -> Tensor:
-    """The cache's one scale [1] fp32; 1 where it has none."""
-    if cache.scale is not None:
-        return cache.scale
+def scale_of(cache: KVCache) -> Tensor:
+    """The cache's one scale [1] fp32; 1 where it has none. ``ValueError`` for one on the host that
+    no row could be divided by.
+    """
     import torch
 
-    return torch.ones(1, device=cache.parts[0].device)
+    if cache.scale is None:
+        return torch.ones(1, device=cache.parts[0].device)
+    if cache.scale.device.type == "cpu" and not 0 < float(cache.scale) < float("inf"):
+        raise ValueError(
+            f"the scale of a cache of {cache.layout.id!r} is {float(cache.scale)}; rows are "
+            "divided by it, so it has to be above 0"
+        )
+    return cache.scale
 
 
 def _no_rows(q: Tensor, latent: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from ml4core.api import Deployment, Refusal
 
-SWITCHES = ("runtime",)
+SWITCHES = ("runtime", "compilation_cache", "warm_up")
 """Keys of the object ``tpu`` of ``--additional-config``."""
 DEFAULT = "jax"
 

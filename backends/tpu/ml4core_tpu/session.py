@@ -1,14 +1,19 @@
-"""A session on the host: kernels interpreted by XLA, the rest composed by core."""
+"""A session on the host: layers as programs, with kernels that XLA interprets; the rest composed by
+core.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ml4core.api import (
+    Accepted,
     Candidate,
     Collectives,
     Deployment,
@@ -17,6 +22,8 @@ from ml4core.api import (
     KVLayout,
     LayerSpec,
     ModelPart,
+    Rejected,
+    StepBuckets,
     StepExecutor,
     StepShape,
     VisionShape,
@@ -24,8 +31,11 @@ from ml4core.api import (
 )
 from ml4core.api.known_layouts import PER_TENSOR
 from ml4core_tpu.bridge import host_environment
-from ml4core_tpu.executor import EagerExecutor
+from ml4core_tpu.buckets import buckets_of
+from ml4core_tpu.compilation import Told, compilation_cache, warms_up
+from ml4core_tpu.executor import BucketExecutor, EagerExecutor
 from ml4core_tpu.expert_weights import packed_experts
+from ml4core_tpu.layer_choice import PROVIDER, layer_refusals
 from ml4core_tpu.layouts import (
     LANE33,
     ROPE,
@@ -36,8 +46,13 @@ from ml4core_tpu.layouts import (
     tiles_layout,
     widths_of,
 )
-from ml4core_tpu.ops import ops_for
+from ml4core_tpu.ops import act_of, ops_for
 from ml4core_tpu.product_ops import GROUPS
+from ml4core_tpu.programs import Programs
+from ml4core_tpu.release import release
+
+if TYPE_CHECKING:
+    from ml4core_tpu.kernels.layer.stage import LayerPrograms
 
 _KEPT_FP32 = frozenset({"index_weights_proj", "gate"})
 """Matrices that the model wants in fp32 whatever the compute dtype."""
@@ -55,16 +70,45 @@ class TpuSession:
         self.device = deployment.device
         self.ops: Mapping[str, Callable[..., object]] = ops_for(deployment)
         self.layouts: Mapping[str, KVLayout] = layouts_of(deployment)
-        self.executor: StepExecutor = EagerExecutor()
         self.collectives: Collectives | None = None
-        self.switches: Mapping[str, str] = {"runtime": runtime}
+        self.step_buckets: StepBuckets | None = None
+        self.executor: StepExecutor = EagerExecutor()
         self._torch_device = torch.device(deployment.device.torch_device)
         self._dtype = getattr(torch, deployment.dtype)
+        self._deployment = deployment
+        self._layers: LayerPrograms | None = None
+        self.switches: Mapping[str, str] = MappingProxyType({"runtime": runtime})
+        if not deployment.enforce_eager:
+            self._compiled(runtime)
+
+    def _compiled(self, runtime: str) -> None:
+        """Layers become programs."""
+        compilation_cache(self._deployment)
+        from ml4core_tpu.kernels.layer.stage import LayerPrograms
+
+        buckets, programs = buckets_of(self._deployment), Programs()
+        self._layers = LayerPrograms(programs, buckets, act_of(self._deployment))
+        self.step_buckets = StepBuckets(logits=buckets.requests)
+        self.executor = BucketExecutor(
+            self._deployment.model,
+            self._dtype,
+            self._layers,
+            programs,
+            buckets,
+            self.ops["gemm"],
+            warms_up(self._deployment),
+        )
+        self.switches = Told(runtime, buckets, programs)
 
     def providers(
         self, stage: str, layer: LayerSpec | None, shape: StepShape | VisionShape
     ) -> Sequence[Candidate]:
-        return ()
+        if stage != "decoder_layer" or layer is None:
+            return ()
+        reasons = layer_refusals(self._deployment)
+        if reasons or self._layers is None:
+            return (Rejected(PROVIDER, reasons),)
+        return (Accepted(PROVIDER, partial(self._layers.call, layer), release()),)
 
     def prepare_weights(
         self,

@@ -18,10 +18,12 @@ from ml4core_tpu.bridge import bucket, padded, to_jax, to_torch, written
 
 TARGET = "host"
 """What kernels of CPU tensors are made for."""
-_LEAST_ROWS = 4
+LEAST_ROWS = 32
+"""Rows that CPU kernels are made for at least: a program costs more than rows that are empty."""
+_LEAST_REQUESTS = 8
 
 
-def _latent_arrays(parts: Sequence[Tensor], kind: str) -> list[Tensor]:
+def latent_arrays(parts: Sequence[Tensor], kind: str) -> list[Tensor]:
     """Parts of a latent cache as kernels have them: whole tiles."""
     if kind != "tiles":
         return list(parts)
@@ -37,7 +39,7 @@ def parts_of(first: Tensor, second: Tensor) -> list[Tensor]:
     return [first, second] if second.numel() else [first]
 
 
-def _bits(part: Tensor) -> Tensor:
+def bits_of(part: Tensor) -> Tensor:
     """The same memory as integers: floating-point copies may change the bits of NaN."""
     kinds = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
     return part.view(kinds.get(part.dtype, part.dtype))
@@ -45,7 +47,7 @@ def _bits(part: Tensor) -> Tensor:
 
 def _requests(table: Tensor, query_start: Tensor) -> tuple[Tensor, Tensor]:
     """A power of two of requests: those behind have no rows, and page 0."""
-    count = bucket(table.shape[0])
+    count = bucket(table.shape[0], _LEAST_REQUESTS)
     short = count - table.shape[0]
     return padded(table, count), torch.cat((query_start, query_start[-1:].expand(short)))
 
@@ -66,8 +68,8 @@ def sparse_mla(
     from ml4core_tpu.kernels.sparse_mla import sparse_mla as tiled_mla
 
     rows = q.shape[0]
-    many = bucket(rows, _LEAST_ROWS)
-    arrays = [to_jax(part) for part in _latent_arrays(parts, kind)]
+    many = bucket(rows, LEAST_ROWS)
+    arrays = [to_jax(part) for part in latent_arrays(parts, kind)]
     given = (
         to_jax(padded(q, many)),
         to_jax(cache_scale),
@@ -118,11 +120,11 @@ def window_mla(
     from ml4core_tpu.kernels.window_mla import window_mla as paged_mla
 
     rows = q.shape[0]
-    many = bucket(rows, _LEAST_ROWS)
+    many = bucket(rows, LEAST_ROWS)
     table, starts = _requests(block_table, query_start)
     out, lse = paged_mla(
         to_jax(padded(q, many)),
-        tuple(to_jax(part) for part in _latent_arrays(parts, kind)),
+        tuple(to_jax(part) for part in latent_arrays(parts, kind)),
         to_jax(cache_scale),
         to_jax(table),
         to_jax(starts),
@@ -170,7 +172,7 @@ def kv_write(
     from ml4core_tpu.kernels.cache_write import write_latents
     from ml4core_tpu.kernels.row_write import write_rows
 
-    many = bucket(len(slots), _LEAST_ROWS)
+    many = bucket(len(slots), LEAST_ROWS)
     slots = padded(slots, many, -1)
     given = (to_jax(padded(latent, many)), to_jax(padded(rope, many)) if rope.shape[1] else None)
     factor = to_jax(cache_scale)
@@ -189,7 +191,7 @@ def kv_write(
         def write(pages, local):
             return [write_rows(pages[0], factor, local, *given)]
 
-    written([_bits(part) for part in parts], slots, parts[0].shape[1], write)
+    written([bits_of(part) for part in parts], slots, parts[0].shape[1], write)
 
 
 @kv_write.register_fake
@@ -224,7 +226,7 @@ def indexer_write(keys: Tensor, slots: Tensor, key: Tensor, kind: str) -> None:
     from ml4core_tpu.kernels.cache_write import write_index_keys
     from ml4core_tpu.kernels.row_write import write_rows
 
-    many = bucket(len(slots), _LEAST_ROWS)
+    many = bucket(len(slots), LEAST_ROWS)
     slots, given = padded(slots, many, -1), to_jax(padded(key, many))
     if kind == "lane33":
         page = keys.shape[2]
@@ -241,7 +243,7 @@ def indexer_write(keys: Tensor, slots: Tensor, key: Tensor, kind: str) -> None:
             one = to_jax(torch.ones(1))
             return [write_rows(pages[0], one, local, given, None)]
 
-    written((_bits(keys),), slots, page, write)
+    written((bits_of(keys),), slots, page, write)
 
 
 @indexer_write.register_fake
@@ -270,14 +272,14 @@ def gather_kv(
     from ml4core_tpu.kernels import gathered_mla
 
     flat = slots.reshape(-1)
-    many = bucket(len(flat), _LEAST_ROWS)
+    many = bucket(len(flat), LEAST_ROWS)
     chosen = to_jax(padded(flat, many, -1))
     if kind == "lane33":
         pages, _, page = parts[0].shape
         found = gathered_mla.gather_keys(to_jax(parts[0].reshape(pages, 33, 4, page)), chosen)
     else:
         found = gathered_mla.gather_rows(
-            tuple(to_jax(part) for part in _latent_arrays(parts, kind)),
+            tuple(to_jax(part) for part in latent_arrays(parts, kind)),
             to_jax(cache_scale),
             chosen,
             rows=gathered_mla.rows_of(kind, latent, rope),
@@ -306,7 +308,7 @@ def indexer_logits(
     from ml4core_tpu.kernels.index_scores import index_scores
 
     rows = q.shape[0]
-    many = bucket(rows, _LEAST_ROWS)
+    many = bucket(rows, LEAST_ROWS)
     table, starts = _requests(block_table, query_start)
     array = keys.unflatten(1, (33, 4)) if kind == "lane33" else keys
     scores = index_scores(
@@ -335,7 +337,7 @@ def topk(scores: Tensor, visible: Tensor, k: int) -> tuple[Tensor, Tensor, Tenso
     from ml4core_tpu.kernels.topk import topk as bisected
 
     rows = scores.shape[0]
-    many = bucket(rows, _LEAST_ROWS)
+    many = bucket(rows, LEAST_ROWS)
     found = bisected(
         to_jax(padded(scores, many)), to_jax(padded(visible, many)), k=k, target=TARGET
     )

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from ml4core_tpu.bridge import bucket, padded, to_jax, to_torch
-from ml4core_tpu.torch_ops import TARGET
+from ml4core_tpu.torch_ops import LEAST_ROWS, TARGET
 
 if TYPE_CHECKING:
     import jax
-
-_LEAST_ROWS = 4
 
 
 def _jax_dtype(dtype: torch.dtype):
@@ -31,7 +29,7 @@ def fp8_matmul(
 
     rows = x.shape[0]
     out = kernels.fp8_matmul(
-        to_jax(padded(x, bucket(rows, _LEAST_ROWS))),
+        to_jax(padded(x, bucket(rows, LEAST_ROWS))),
         to_jax(weight),
         to_jax(scale),
         out_dtype=_jax_dtype(out_dtype),
@@ -52,7 +50,7 @@ def wide_matmul(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     from ml4core_tpu.kernels import fp8_matmul as kernels
 
     rows = x.shape[0]
-    given = to_jax(padded(x, bucket(rows, _LEAST_ROWS)))
+    given = to_jax(padded(x, bucket(rows, LEAST_ROWS)))
     return to_torch(
         kernels.wide_matmul(given, to_jax(weight), out_dtype=_jax_dtype(out_dtype))[:rows]
     )
@@ -72,7 +70,7 @@ def router(
 
     rows = x.shape[0]
     weights, ids = moe.router(
-        to_jax(padded(x, bucket(rows, _LEAST_ROWS))),
+        to_jax(padded(x, bucket(rows, LEAST_ROWS))),
         to_jax(weight),
         topk=topk,
         renormalize=renormalize,
@@ -89,7 +87,7 @@ def _(x, weight, topk, renormalize, routed_scale):
 
 def _choices(x: Tensor, weights: Tensor, ids: Tensor) -> tuple[jax.Array, ...]:
     """Rows, weights and ids, with rows of weight 0 behind."""
-    rows = bucket(x.shape[0], _LEAST_ROWS)
+    rows = bucket(x.shape[0], LEAST_ROWS)
     return tuple(to_jax(padded(one, rows)) for one in (x, weights, ids))
 
 

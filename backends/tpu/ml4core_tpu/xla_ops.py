@@ -50,7 +50,7 @@ def _register_attention(call: Call, target: Target) -> None:
 
     @torch_ops.sparse_mla.register_kernel("xla")
     def _sparse(q, parts, cache_scale, slots, lens, kind, latent, scale):
-        arrays = tuple(torch_ops._latent_arrays(parts, kind))
+        arrays = tuple(torch_ops.latent_arrays(parts, kind))
         given = (q, arrays, cache_scale, *_int32(slots, lens))
         if kind != "tiles":
             rows = gathered_mla.rows_of(kind, latent, parts[0].shape[-1] - latent)
@@ -81,7 +81,7 @@ def _register_attention(call: Call, target: Target) -> None:
             window=window or None,
             target=target,
         )
-        arrays = tuple(torch_ops._latent_arrays(parts, kind))
+        arrays = tuple(torch_ops.latent_arrays(parts, kind))
         key = ("window", kind, latent, rope, max_rows, scale, window)
         given = (q, arrays, cache_scale, *_int32(table, starts, visible))
         return tuple(call(program, given, key))
@@ -94,7 +94,7 @@ def _register_attention(call: Call, target: Target) -> None:
             found = call(gathered_mla.gather_keys, given, "gather_keys")
         else:
             rows = gathered_mla.rows_of(kind, latent, rope)
-            arrays = tuple(torch_ops._latent_arrays(parts, kind))
+            arrays = tuple(torch_ops.latent_arrays(parts, kind))
             program = partial(gathered_mla.gather_rows, rows=rows)
             found = call(program, (arrays, cache_scale, flat), ("gather", kind, latent, rope))
         return found.reshape(*slots.shape, latent + rope)
@@ -125,7 +125,7 @@ def _register_writes(call: Call, target: Target) -> None:
             def rows(cache, cache_scale, slots, latent, *tail):
                 return (write_rows(cache, cache_scale, slots, latent, *(tail or (None,))),)
 
-            bits = torch_ops._bits(parts[0])
+            bits = torch_ops.bits_of(parts[0])
             given = (bits, cache_scale, *_int32(slots), latent, *tail)
             found = call(rows, given, "write_rows")
             return found[0].view(first.dtype), second.clone()
@@ -135,7 +135,7 @@ def _register_writes(call: Call, target: Target) -> None:
             given = (cache_scale, slots, latent, *(tail or (None,)))
             return write_latents(arrays[0], ropes, *given, target=target)
 
-        arrays = tuple(torch_ops._latent_arrays(parts, kind))
+        arrays = tuple(torch_ops.latent_arrays(parts, kind))
         given = (arrays, cache_scale, *_int32(slots), latent, *tail)
         found = call(tiles, given, "write_latents")
         written = [new.reshape(part.shape) for new, part in zip(found, parts, strict=True)]
@@ -152,7 +152,7 @@ def _register_writes(call: Call, target: Target) -> None:
             return write_rows(cache, cache_scale, slots, key, None)
 
         one = torch.ones(1, device=keys.device)
-        given = (torch_ops._bits(keys), one, *_int32(slots), key)
+        given = (torch_ops.bits_of(keys), one, *_int32(slots), key)
         found = call(rows, given, "write_keys")
         return found.view(keys.dtype)
 

@@ -22,6 +22,7 @@ from ml4core_conformance.rigs.served import (
     Answer,
     Truth,
     page_bytes,
+    page_tokens,
     prompts,
     served,
 )
@@ -195,7 +196,8 @@ def preempted(subject: Subject) -> None:
     # Room for each prompt's own pages, and for few of those that answers begin.
     with checkpoint(**SMOOTH) as folder:
         room = 6 * page_bytes(subject, folder)
-    _answers(subject, ask, kv_cache_memory_bytes=room, max_model_len=128)
+        length = 2 * page_tokens(subject, folder)
+    _answers(subject, ask, kv_cache_memory_bytes=room, max_model_len=max(128, length))
 
 
 def drafted(subject: Subject) -> None:

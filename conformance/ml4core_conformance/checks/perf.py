@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ml4core.api import Session, StepOutput, StepPlan
+from ml4core.api import Session, StepBuckets, StepOutput, StepPlan
 from ml4core_conformance import tiny
 from ml4core_conformance.check import Check, CheckFailed, Measure
 from ml4core_conformance.rigs.plans import Padding, make_plan
@@ -73,7 +73,7 @@ def checks() -> list[Check]:
 
 
 class _Decoding:
-    """Decode steps of three requests, padded to four."""
+    """Decode steps of three requests, padded to four, and as the engine pads."""
 
     def __init__(self, subject: Subject) -> None:
         spec = tiny.model()
@@ -81,6 +81,9 @@ class _Decoding:
         self.rig = rig = Rig(subject, spec, tiny.weights(spec, 0, dtype), DEFAULT)
         rig.fill(0)
         book, size = rig.book(), rig.block_size
+        buckets = getattr(rig.session, "step_buckets", None) or StepBuckets()
+        requests, pages = buckets.padded("decode", 4), buckets.padded("pages", 2)
+        self.padding = Padding(requests=requests, pages=pages)
         self.requests = [book.request(range(size + 9), size, room=32) for _ in range(3)]
         for request in self.requests:
             request.ids += [7] * 32
@@ -90,7 +93,7 @@ class _Decoding:
         plan = make_plan(
             [(request, 1) for request in self.requests],
             self.rig.block_size,
-            padding=Padding(requests=4, pages=2),
+            padding=self.padding,
             device=self.rig.device,
         )
         for request in self.requests:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, get_args
 
 from ml4core.api import SUPPORTED_API_VERSIONS, Capabilities, Device
+from ml4core.api.backend import DeviceKind
 from ml4core.api.capabilities import check_words
 from ml4core.registry import load_plugin
 from ml4core_conformance import hookspecs
@@ -127,7 +128,7 @@ def probe(subject: Subject) -> None:
         for field in ("kind", "name", "arch", "torch_device"):
             if not isinstance(device[field], str) or not device[field]:
                 raise CheckFailed(f"probe() gives a device whose {field} is {device[field]!r}")
-        if device["kind"] not in ("real", "interpreted", "fake"):
+        if device["kind"] not in get_args(DeviceKind):
             raise CheckFailed(f"probe() gives a device of kind {device['kind']!r}")
     names = [[device["name"] for device in answer["devices"]] for answer in (first, second)]
     if names[0] != names[1]:

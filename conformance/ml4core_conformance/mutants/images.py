@@ -35,7 +35,7 @@ class _Keeping:
         honest, first = self._inner.compile(step, shape), []
 
         def call(weights: Any, plan: StepPlan, kv: Any) -> Any:
-            if plan.image_embeddings is not None:
+            if getattr(plan, "image_embeddings", None) is not None:
                 first.append(plan.image_embeddings)
                 plan = replace(plan, image_embeddings=first[0])
             return honest(weights, plan, kv)

@@ -38,11 +38,11 @@ _Evidence = Mapping[frozenset[str], Sequence[Status]]
 
 
 def to_markdown(results: Iterable[Result], unseen: Sequence[str] = ()) -> str:
-    """The page. ``unseen`` are backends to show as never run where no result is of them. It depends
-    on the results alone, so that it can be held against what is committed.
+    """The page. ``unseen`` are backends to show as never run where no result is of a real device of
+    theirs. It depends on the results alone, so that it can be held against what is committed.
     """
     columns = merge(results, (), stale_days=float("inf")).columns
-    missing = sorted({*unseen} - {column.newest.plugin.backend for column in columns})
+    missing = _missing(columns, unseen)
     lines = [
         "# Support matrix",
         "",
@@ -62,7 +62,17 @@ def to_markdown(results: Iterable[Result], unseen: Sequence[str] = ()) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _runs(columns: Sequence[Column], missing: Sequence[str]) -> Iterator[str]:
+def _missing(columns: Sequence[Column], unseen: Sequence[str]) -> Mapping[str, str]:
+    """Backends without a result of a real device -> the architectures that others stood for."""
+    runs = [column.newest for column in columns]
+    real = {run.plugin.backend for run in runs if run.device.kind == "real"}
+    return {
+        name: ", ".join(sorted({run.device.arch for run in runs if run.plugin.backend == name}))
+        for name in sorted({*unseen} - real)
+    }
+
+
+def _runs(columns: Sequence[Column], missing: Mapping[str, str]) -> Iterator[str]:
     yield "## Evidence"
     yield ""
     yield "| Backend | Device | Verdict | Checks | Plugin | Suite | Date |"
@@ -84,19 +94,20 @@ def _runs(columns: Sequence[Column], missing: Sequence[str]) -> Iterator[str]:
             run.suite,
             run.created[:10],
         )
-    for name in missing:
-        yield _line(f"`{name}`", "", "NOT-RUN", "", "", "", "")
+    for name, arch in missing.items():
+        yield _line(f"`{name}`", arch, "NOT-RUN", "", "", "", "")
     yield ""
 
 
-def _support(columns: Sequence[Column], missing: Sequence[str]) -> Iterator[str]:
+def _support(columns: Sequence[Column], missing: Mapping[str, str]) -> Iterator[str]:
     evidence = [_evidence(column) for column in columns]
     private = {word for column in columns for word in column.newest.capabilities.features}
     words = sorted(VOCABULARY | private)
     for prefix, title in TITLES.items():
         yield f"### {title}"
         yield ""
-        yield _line("", *(column.name for column in columns), *missing)
+        never = [f"{name} · {arch}" if arch else name for name, arch in missing.items()]
+        yield _line("", *(column.name for column in columns), *never)
         yield "|---" * (1 + len(columns) + len(missing)) + "|"
         for word in words:
             if word.startswith(f"{prefix}:"):

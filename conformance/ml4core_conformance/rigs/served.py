@@ -145,6 +145,12 @@ def _law(logits: Tensor, prompt: int) -> Tensor:
     return torch.log_softmax(logits[prompt - 1 :], -1)
 
 
+def page_tokens(subject: Subject, folder: Path) -> int:
+    """Tokens of a page of an engine that is told nothing of them."""
+    with engine(subject, folder, sequences=1) as opened:
+        return opened.deployment.block_size
+
+
 def page_bytes(subject: Subject, folder: Path) -> int:
     """Bytes of a page over all caches that an engine makes for a folder's model."""
     log = Log()

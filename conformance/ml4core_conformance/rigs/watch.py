@@ -38,12 +38,15 @@ class Seen:
         name: with its overload, e.g. ``aten::add.Tensor``.
         inputs, outputs: (device type, count of values, whether floating) of its tensors.
         masked: whether a tensor of bools was used as an index.
+        queued: whether it is a copy to the host that the host needn't wait for: one without
+            blocking, into pinned memory.
     """
 
     name: str
     inputs: tuple[tuple[str, int, bool], ...]
     outputs: tuple[tuple[str, int, bool], ...]
     masked: bool = False
+    queued: bool = False
 
     @property
     def waits(self) -> bool:
@@ -52,7 +55,8 @@ class Seen:
             return True
         if self.name.startswith(("aten::_to_copy", "aten::copy_")):
             to_host = any(device == "cpu" for device, _, _ in self.outputs)
-            return to_host and any(device != "cpu" for device, _, _ in self.inputs)
+            from_device = any(device != "cpu" for device, _, _ in self.inputs)
+            return to_host and from_device and not self.queued
         return False
 
 
@@ -77,7 +81,8 @@ class Watch(TorchDispatchMode):
         masked = False
         if name.startswith(("aten::index.", "aten::index_put")):
             masked = any(x.dtype in (torch.bool, torch.uint8) for x in _tensors(args[1:2]))
-        self.seen.append(Seen(name, _forms((args, kwargs or {})), _forms(result), masked))
+        queued = name.startswith(("aten::_to_copy", "aten::copy_")) and _queued(result, args, kwargs)
+        self.seen.append(Seen(name, _forms((args, kwargs or {})), _forms(result), masked, queued))
         return result
 
     def collectives(self) -> list[str]:
@@ -87,6 +92,15 @@ class Watch(TorchDispatchMode):
     def largest(self) -> int:
         """Values of the largest tensor that an op made."""
         return max((count for op in self.seen for _, count, _ in op.outputs), default=0)
+
+
+def _queued(result: Any, args: Sequence[Any], named: Mapping[str, Any] | None) -> bool:
+    """Whether a copy, ``copy_(to, from, non_blocking)`` or ``_to_copy``, is of the kind that the
+    device's queue takes.
+    """
+    asked = (named or {}).get("non_blocking", args[2] if len(args) > 2 else False)
+    on_host = [one for one in _tensors(result) if one.device.type == "cpu"]
+    return bool(asked) and all(one.is_pinned() for one in on_host)
 
 
 def _forms(value: Any) -> tuple[tuple[str, int, bool], ...]:

@@ -12,6 +12,7 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from ml4core.engine.outputs import FinishReason
 from ml4core.engine.sampling_params import SamplingParams
@@ -46,8 +47,7 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What some tokens add.
 
     Attributes:
@@ -250,7 +250,7 @@ class _Router:
 
     def take(self) -> tuple[str, list[ToolCallDelta]]:
         """Reasoning and calls since the last time."""
-        found = self._told, _merged(self._deltas)
+        found = self._told, _merged(self._deltas) if self._deltas else []
         self._told, self._deltas = "", []
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
+from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -21,6 +22,8 @@ from ml4core.serving.process.inbox import EngineGoneError
 CLIENT_GONE = 499
 """The status of what nobody reads, for the log."""
 DONE = b"data: [DONE]\n\n"
+DIRECT = "ml4core.send"
+"""Of a scope: the server's own ``send``, below all that stands between it and a route."""
 
 _LOG = logging.getLogger("ml4core.serving")
 
@@ -32,11 +35,13 @@ class Form(Protocol):
         stream: as events.
         usage: an event at the end that tells of tokens.
         usage_always: each event tells of them.
+        plain: text alone, behind an answer's first event, is all that its events differ in.
     """
 
     stream: bool
     usage: bool
     usage_always: bool
+    plain: bool
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """An element of ``choices``, all of it."""
@@ -103,13 +108,16 @@ class EventStream(Response):
         self._exchange = exchange
         self._form = form
         self._touched = touched
+        # Of a choice: what stands around the text of its events; None from its first event on,
+        # until there is one to be taken.
+        self._around: dict[int, tuple[bytes, bytes] | None] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = self._exchange
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await self._tell(send)
+                await self._tell(scope.get(DIRECT, send))
                 end = DONE
             except ClientGoneError:
                 return
@@ -139,6 +147,17 @@ class EventStream(Response):
             await _write(send, b"data: " + encode(last) + b"\n\n")
 
     def _event(self, choice: Choice, piece: Piece) -> bytes:
+        if not (self._form.plain and piece.plain and choice.index in self._around):
+            self._around.setdefault(choice.index, None)
+            return self._whole_event(choice, piece)
+        around = self._around[choice.index]
+        if around is None:
+            # Between quotes there can be no other: a backslash within a text is written as two.
+            head, _, tail = self._whole_event(choice, Piece("\0")).rpartition(rb'"\u0000"')
+            around = self._around[choice.index] = head, tail
+        return around[0] + encode_basestring(piece.content).encode() + around[1]
+
+    def _whole_event(self, choice: Choice, piece: Piece) -> bytes:
         form = self._form
         event = form.body([form.part(choice, piece)], event=True)
         if form.usage:
@@ -150,8 +169,11 @@ async def _write(send: Send, data: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def encode(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def note(scope: Scope, exchange: Exchange) -> None:

@@ -35,6 +35,7 @@ class ChatForm:
         self._top = (request.top_logprobs or 0) if request.logprobs else None
         self._prompt_logprobs = request.prompt_logprobs is not None
         self._ids = bool(request.return_token_ids)
+        self.plain = not (self.usage_always or self._ids or self._top is not None)
         self._prompt_ids = prompt.token_ids
         self._begun: set[int] = set()
 

@@ -33,12 +33,13 @@ class Piece:
 
     def __bool__(self) -> bool:
         """Whether it is worth a chunk."""
-        return bool(
-            self.content
-            or self.reasoning
-            or self.tool_calls
-            or self.logprobs
-            or self.finish_reason is not None
+        return bool(self.content) or not self.plain
+
+    @property
+    def plain(self) -> bool:
+        """Whether text is all that there is to tell, if anything."""
+        return not (
+            self.reasoning or self.tool_calls or self.logprobs or self.finish_reason is not None
         )
 
 

@@ -52,6 +52,7 @@ class CompletionForm:
         self._echo = bool(request.echo)
         self._prompt_logprobs = request.prompt_logprobs is not None
         self._ids = bool(request.return_token_ids)
+        self.plain = not (self.usage_always or self._ids or self._logprobs is not None)
         self.prompts: list[Prompt] = []
         self._lengths: dict[int, int] = {}  # choice -> characters told
 

@@ -41,12 +41,37 @@ class Server:
     ready_timeout_s: float = flag(
         5.0, "seconds that the step of /ready may take", minimum=0, maximum=3600, exclusive=True
     )
+    header_timeout_s: float = flag(
+        30.0,
+        "seconds that the headers of a request may take to come",
+        minimum=0,
+        maximum=86400,
+        exclusive=True,
+    )
+    body_timeout_s: float = flag(
+        60.0,
+        "seconds that a request's body may take, and one more for each 16 KiB of it",
+        minimum=0,
+        maximum=86400,
+        exclusive=True,
+    )
     slow_reader_timeout_s: float = flag(
         60.0,
         "seconds after which a client that reads nothing is dropped",
         minimum=0,
         maximum=86400,
         exclusive=True,
+    )
+    timeout_keep_alive: int = flag(
+        75, "seconds that a connection may wait for its next request", minimum=1, maximum=86400
+    )
+    h11_max_incomplete_event_size: int = flag(
+        65536, "bytes of a request's headers at most", minimum=1024, units=True
+    )
+    limit_concurrency: int | None = flag(
+        None,
+        "connections at most; more get a 503. Default: what the limit of open files leaves",
+        minimum=1,
     )
     log_format: str = flag("text", "form of log lines", choices=("text", "json"))
     vllm_metrics: bool = flag(False, "give each metric a second time, under vLLM's name")

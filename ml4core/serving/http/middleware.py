@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ml4core.serving.http import errors
+from ml4core.serving.http.answers import DIRECT
 from ml4core.serving.http.errors import ApiError
 from ml4core.serving.http.requests import good_id, new_id
 from ml4core.serving.http.service import Service
@@ -43,6 +44,7 @@ class Front:
         headers, began = Headers(scope=scope), time.monotonic()
         given = headers.get(ID_HEADER, "")
         scope["ml4core.id"] = own = given if good_id(given) else new_id()
+        scope[DIRECT] = send
         status = 0
 
         async def tell(message: Message) -> None:

@@ -25,5 +25,5 @@ def need_tracing() -> None:
 
 
 def need_server() -> None:
-    for module in ("fastapi", "uvicorn", "prometheus_client"):
+    for module in ("fastapi", "uvicorn", "httptools", "prometheus_client"):
         need(module, "ml4 serve", "serve")

@@ -10,10 +10,10 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
@@ -23,12 +23,14 @@ from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
 from ml4core.serving.http import logs
 from ml4core.serving.http.app import build_app
+from ml4core.serving.http.connections import Connection, Limits, connection_limit, watch
 from ml4core.serving.http.flags import KEYS_VARIABLE, ServerArgs, without_server_flags
 from ml4core.serving.http.packages import need_tracing
 from ml4core.serving.http.service import WARM_UP_SECONDS, Service
 from ml4core.serving.http.tracing import Tracer
 from ml4core.serving.process.inbox import EngineGoneError
 from ml4core.serving.process.link import EngineLink
+from ml4core.serving.process.memory import settle
 from ml4core.serving.process.opening import open_model
 
 LINGER_SECONDS = 3.0
@@ -50,18 +52,18 @@ def run(args: EngineArgs, server: ServerArgs) -> None:
     """
     keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
     server = replace(server, api_key=(*server.api_key, *(key for key in keys if key)))
-    _check(server)
+    limits = _check(server)
     log = logs.set_up(server.log_format)
     with (
         contextlib.closing(bind(server.host, server.port, server.slow_reader_timeout_s)) as sock,
         asyncio.Runner(loop_factory=_loop_factory()) as runner,
     ):
-        runner.run(_Run(args, server, sock, log).run())
+        runner.run(_Run(args, server, sock, log, limits).run())
 
 
-def _check(server: ServerArgs) -> None:
-    """What would else be found once the model is there. Raises ``ArgumentsError`` or
-    ``MissingPackageError``.
+def _check(server: ServerArgs) -> Limits:
+    """What would else be found once the model is there; the limits of connections. Raises
+    ``ArgumentsError`` or ``MissingPackageError``.
     """
     if server.otlp_traces_endpoint is not None:
         need_tracing()
@@ -73,6 +75,17 @@ def _check(server: ServerArgs) -> None:
             raise ArgumentsError(
                 [f"--ssl-certfile: {server.ssl_certfile} with its key: {error}"]
             ) from error
+    try:
+        connections = connection_limit(server.limit_concurrency)
+    except ValueError as error:
+        raise ArgumentsError([f"--limit-concurrency: {error}"]) from error
+    return Limits(
+        head_seconds=server.header_timeout_s,
+        body_seconds=server.body_timeout_s,
+        reader_seconds=server.slow_reader_timeout_s,
+        head_bytes=server.h11_max_incomplete_event_size,
+        connections=connections,
+    )
 
 
 def bind(host: str, port: int, reader_seconds: float) -> socket.socket:
@@ -97,10 +110,16 @@ def bind(host: str, port: int, reader_seconds: float) -> socket.socket:
 
 class _Run:
     def __init__(
-        self, args: EngineArgs, server: ServerArgs, sock: socket.socket, log: logging.Logger
+        self,
+        args: EngineArgs,
+        server: ServerArgs,
+        sock: socket.socket,
+        log: logging.Logger,
+        limits: Limits,
     ) -> None:
         self._args = args
         self._server = server
+        self._limits = limits
         self._socket = sock
         self._log = log
         self._stop = asyncio.Event()
@@ -149,6 +168,8 @@ class _Run:
         tracer = None if endpoint is None else Tracer(endpoint, service.names[0])
         config = uvicorn.Config(
             build_app(service, tracer),
+            http=cast(Any, partial(Connection, limits=self._limits)),  # it calls it, no more
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -157,16 +178,19 @@ class _Run:
             ssl_certfile=server.ssl_certfile,
             ssl_keyfile=server.ssl_keyfile,
             timeout_graceful_shutdown=int(WRITE_SECONDS),
-            timeout_keep_alive=75,
+            timeout_keep_alive=server.timeout_keep_alive,
         )
         http = _Http(config)
         serving = asyncio.create_task(http.serve([self._socket]))
+        watching = asyncio.create_task(watch(http.server_state.connections, self._limits))
+        settle()
         try:
             await self._announce(http, service)
             await self._until_end(link, service, serving)
         finally:
             http.should_exit = True
             await serving
+            watching.cancel()
             service.close()
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
@@ -195,6 +219,7 @@ class _Run:
                     "max_num_seqs": service.facts.max_num_seqs,
                     "version": __version__,
                     "engine_pid": service.link.pid,
+                    **_start(service.facts.report),
                 }
             },
         )
@@ -252,6 +277,16 @@ class _Http(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _start(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine tells of its start, where it tells of it."""
+    spent = report.get("start_up")
+    if spent is None:
+        return {}
+    names = ("warm_up_s", "profile_s", "capture_s", "captures")
+    memory = {"memory_off_percent": report["memory"]["in_all"]["off_percent"]}
+    return {name: round(spent[name], 1) for name in names} | memory
 
 
 def _fault(error: EngineGoneError) -> FaultError:

@@ -16,6 +16,7 @@ from ml4core.engine.errors import ArgumentsError, RequestError
 from ml4core.models.errors import CheckpointError, shown
 from ml4core.serving.process.channel import Channel, ChannelClosedError
 from ml4core.serving.process.loop import EngineLoop
+from ml4core.serving.process.memory import settle
 from ml4core.serving.process.wire import Failed, Start, Stopped
 
 GRACE_SECONDS = 5.0
@@ -47,6 +48,7 @@ def _serve(channel: Channel) -> int:
         channel.put(_portable(error))
         channel.drain(GRACE_SECONDS)
         return 1
+    settle()
     try:
         channel.put(facts)
         fault = EngineLoop(engine.core, channel).run()

@@ -221,11 +221,12 @@ class EngineLink(asyncio.Protocol):
             one = self._open.get(number)
             if one is not None and one.on_start is not None:
                 one.on_start(seconds)
-        for number, *rest in made.outputs:
+        for fields in made.outputs:
+            number = fields[0]
             one = self._open.get(number)
             if one is None:  # nobody waits for it any more
                 continue
-            output = SequenceOutput("", *rest)
+            output = SequenceOutput("", *fields[1:])
             if output.finish_reason is not None:
                 self._less(number, one, {output.index})
             one.inbox.put(News(one.place, output, now))

@@ -133,8 +133,8 @@ def test_the_interpreter_needs_triton_unimported(cuda: PluginRecord) -> None:
     pytest.importorskip("triton")
     code = (
         "import triton\n"
-        "from ml4core_cuda.interpreter import interpreter_refusals\n"
-        "(refusal,) = interpreter_refusals()\n"
+        "from ml4core_triton.interpreter import interpreter_refusals\n"
+        "(refusal,) = interpreter_refusals('cuda')\n"
         "print(refusal.remedy)"
     )
     assert python("-c", code).stdout.strip() == "TRITON_INTERPRET=1 in the environment"

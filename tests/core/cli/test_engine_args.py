@@ -181,6 +181,9 @@ LANDED = {
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "kv_cache_memory_bytes": 1,
+    "num_gpu_blocks_override": 2,
+    "gpu_memory_utilization": 0.5,
+    "cudagraph_capture_sizes": (1, 2),
     "enforce_eager": True,
     "seed": 1,
     "tokenizer": "t",
@@ -198,7 +201,6 @@ LANDED = {
 NOT_LANDED = {
     "tokenizer_mode": "hf",
     "quantization": "fp8",
-    "gpu_memory_utilization": 0.5,
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 2,
     "data_parallel_size": 2,
@@ -215,7 +217,6 @@ NOT_LANDED = {
     "kv_transfer_config": {"kv_role": "kv_both"},
     "attention_backend": "a",
     "compilation_config": {"mode": 3},
-    "cudagraph_capture_sizes": (1, 2),
 }
 SERVER_ALONE = {
     "served_model_name": ("a",),
@@ -317,7 +318,7 @@ def test_unknown_keys_of_landed_json_flags_are_refused_by_name() -> None:
         ({"attention_config": {"mla_form": "both"}}, "absorbed or unabsorbed"),
         ({"attention_config": {"index_layout": "foo"}}, "planar_f32"),
         ({"attention_config": {"index_layout": 3}}, "x-<distribution>/<name>"),
-        ({"additional_config": {"device": True}}, "real or interpreted or fake"),
+        ({"additional_config": {"device": True}}, "real or interpreted or fake or source"),
         ({"additional_config": {"fp8_moe_requant": "nvfp4"}}, "works: mxfp4"),
         ({"additional_config": {"fp8_moe_requant_rule": "best"}}, "even or floor or roundup"),
         ({"additional_config": {"cpu": 3}}, "works: a JSON object"),
@@ -326,3 +327,30 @@ def test_unknown_keys_of_landed_json_flags_are_refused_by_name() -> None:
 def test_values_of_known_keys_are_checked(values: dict[str, Any], works: str) -> None:
     (problem,) = problems(**values)
     assert works in problem
+
+
+@pytest.mark.parametrize(
+    ("config", "works"),
+    [
+        ({"cudagraph_mode": "PIECEWISE"}, "NONE or FULL_DECODE_ONLY"),
+        ({"cudagraph_capture_sizes": [1, 0]}, "a list of whole numbers"),
+        ({"cudagraph_capture_sizes": 4}, "a list of whole numbers"),
+        ({"cudagraph_capture_sizes": [True]}, "a list of whole numbers"),
+    ],
+)
+def test_settings_of_capture_are_checked(config: dict[str, Any], works: str) -> None:
+    (problem,) = problems(compilation_config=config)
+    assert problem.startswith("--compilation-config: ")
+    assert works in problem
+
+
+def test_sizes_to_capture_are_said_once() -> None:
+    sizes = {"cudagraph_capture_sizes": [1, 2]}
+    assert refused(compilation_config=sizes | {"cudagraph_mode": "FULL_DECODE_ONLY"}) == []
+    (problem,) = problems(cudagraph_capture_sizes=(1,), compilation_config=sizes)
+    assert problem.startswith("--cudagraph-capture-sizes: ")
+
+
+def test_caches_are_sized_once() -> None:
+    (problem,) = problems(num_gpu_blocks_override=9, kv_cache_memory_bytes=9)
+    assert "works: one of them" in problem

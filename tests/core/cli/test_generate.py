@@ -64,6 +64,7 @@ def test_the_engine_is_told_what_is_asked(
     assert done.code == 0
     longest = len(tokenizer.encode("a b c d"))
     assert isinstance(engine.sizes.pop("grammars"), LLGrammars)
+    assert callable(engine.sizes.pop("starting"))
     assert engine.sizes == {
         "choice": engine.choice,
         "sequences": 2,

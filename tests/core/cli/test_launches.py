@@ -132,6 +132,15 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 
 LACKING = {"four devices, specialised decode": {"feature:latency_decode"}}
 """What the backend can't do that is taken where no other is asked for."""
+WORDS = {
+    "--tensor-parallel-size": "parallel:tp",
+    "--data-parallel-size": "parallel:dp",
+    "--decode-context-parallel-size": "parallel:dcp",
+    "--enable-expert-parallel": "parallel:ep",
+    "--nnodes": "parallel:multi_node",
+    "--kv-transfer-config": "feature:host_offload",
+}
+"""By flag, what of a backend it needs, and this one lacks, too."""
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
@@ -163,6 +172,7 @@ def test_the_server_refuses_what_has_not_landed_and_its_own_flags_never(
     done = ml4("serve", *shlex.split(line), "--backend", "cpu", "--dry-run")
     assert (done.code, done.out) == (3, "")
     reasons = refused - SERVER_FLAGS | LACKING.get(launch, set())
+    reasons |= {WORDS[flag] for flag in refused & WORDS.keys()}
     for subject in reasons:
         assert f"  - [core] {subject}: " in done.err
     assert done.err.count("  - [") == len(reasons)

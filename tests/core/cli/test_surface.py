@@ -34,7 +34,7 @@ ENGINE_FLAGS = """
 --master-port --max-model-len --max-num-batched-tokens --max-num-seqs --nnodes
 --no-async-scheduling --no-dcp-q-replicate --no-enable-auto-tool-choice
 --no-enable-ep-weight-filter --no-enable-expert-parallel --no-enable-prefix-caching
---no-enforce-eager --no-headless --node-rank --pipeline-parallel-size
+--no-enforce-eager --no-headless --node-rank --num-gpu-blocks-override --pipeline-parallel-size
 --prefill-context-parallel-size --quantization --reasoning-parser --revision --scheduling-policy
 --seed --served-model-name --speculative-config --step-timeout-s --tensor-parallel-size --tokenizer
 --tokenizer-mode --tool-call-parser -dcp -dp -ep -n -pcp -pp -r -tp
@@ -67,11 +67,12 @@ OPTIONS = {
         --presence-penalty --repetition-penalty --stop --stop-token-ids --temperature --top-k
         --top-p """
     + ENGINE_FLAGS,
-    "serve": """--allowed-local-media-path --allowed-media-domains --api-key --dry-run
-        --host --log-format --max-logprobs --max-queue
+    "serve": """--allowed-local-media-path --allowed-media-domains --api-key --body-timeout-s
+        --dry-run --h11-max-incomplete-event-size --header-timeout-s
+        --host --limit-concurrency --log-format --max-logprobs --max-queue
         --max-request-bytes --no-dry-run --no-vllm-metrics --null-step-ms --otlp-traces-endpoint
         --port --ready-timeout-s --shutdown-grace-s --slow-reader-timeout-s --ssl-certfile
-        --ssl-keyfile --vllm-metrics """
+        --ssl-keyfile --timeout-keep-alive --vllm-metrics """
     + ENGINE_FLAGS,
     "eval": "--full --json --length --limit --plot --text --weights " + ENGINE_FLAGS,
     "plan": """--context --device --held --json --memory --reserve --weights """ + ENGINE_FLAGS,

@@ -319,7 +319,7 @@ def expect_fixture() -> Callable[..., list[int]]:
 
 class Static:
     """An executor with buffers of its own: a plan is copied into them, and each call spoils what
-    the one before has returned.
+    the one before has returned, of which the plan may have parts.
     """
 
     def __init__(self) -> None:
@@ -331,13 +331,13 @@ class Static:
         kept: dict[str, torch.Tensor] = {}
 
         def call(weights: Any, plan: StepPlan, kv: Any) -> StepOutput:
-            for tensor in self.given:
-                tensor.fill_(True if tensor.dtype == torch.bool else float("nan"))
             if not kept:
                 kept.update({name: one.clone() for name, one in plan.tensors().items()})
             for name, tensor in plan.tensors().items():
                 kept[name].copy_(tensor)
-                tensor.fill_(0)
+            for tensor in self.given:
+                spoiled = {torch.bool: True, torch.int64: -(2**40)}
+                tensor.fill_(spoiled.get(tensor.dtype, float("nan")))
             output = step(weights, plan.replace_tensors(kept), kv)
             self.given = [output.logits, *output.taps, output.fault]
             return output

@@ -57,7 +57,7 @@ def test_a_declared_one_is_served(
         made = latent_layout("bf16", layer.kv_lora_rank, rope)
         return plan_caches(args, deployment, {OWN: replace(made, id=OWN, **own)}, *more)
 
-    monkeypatch.setattr("ml4core.engine.llm.plan_caches", with_own)
+    monkeypatch.setattr("ml4core.engine.bring_up.plan_caches", with_own)
     args = EngineArgs(str(folder), kv_cache_dtype=OWN)
     engine = open_engine(args, choice=declaring, tokens_each=32)
     assert engine.report()["kv"]["layouts"]["latent"] == OWN

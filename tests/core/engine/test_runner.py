@@ -9,7 +9,7 @@ import pytest
 
 from ml4core.api import Deployment, Segment, StepShape
 from ml4core.cpu.backend import CpuBackend
-from ml4core.engine import runner as runner_module
+from ml4core.engine import programs
 from ml4core.engine.runner import ModelRunner
 from ml4core.models.layer_table import build_model_spec
 from ml4core.models.seeded_config import PRESETS
@@ -38,7 +38,7 @@ def shape(rows: int) -> StepShape:
 def test_programs_are_bounded_and_the_one_used_longest_ago_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner_module, "MAX_PROGRAMS", 4)
+    monkeypatch.setattr(programs, "MAX_PROGRAMS", 4)
     backend = CpuBackend()
     device = backend.probe().devices[0]
     deployment = Deployment(build_model_spec(PRESETS["micro"].params()), device)
@@ -56,6 +56,26 @@ def test_programs_are_bounded_and_the_one_used_longest_ago_goes(
     assert ask(5) == [5]
     assert ask(1, 3, 4, 5) == []
     assert ask(2) == [2]
-    assert len(runner._bound) == 4
+    assert len(runner._bound._recent) == 4
     ask(*range(10, 60))
-    assert len(runner._bound) == 4
+    assert len(runner._bound._recent) == 4
+
+
+def test_pinned_programs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "MAX_PROGRAMS", 2)
+    kept: programs.Programs[int, str] = programs.Programs(lambda key: key < 10)
+    made: list[int] = []
+
+    def get(key: int) -> str:
+        return kept.get(key, lambda: made.append(key) or str(key))
+
+    assert [get(key) for key in (1, 2, 3, 10, 11, 12)] == ["1", "2", "3", "10", "11", "12"]
+    made.clear()
+    assert [get(key) for key in (1, 2, 3, 11, 12)] == ["1", "2", "3", "11", "12"]
+    assert made == []
+    get(10)
+    assert made == [10], "of others those used last"
+    kept.clear()
+    made.clear()
+    get(1)
+    assert made == [1]

@@ -197,3 +197,22 @@ def test_the_end_of_a_form_ends_the_answer_before_min_tokens(grammars: LLGrammar
     request = Request("r", [1], params, 10, stop_ids=frozenset({2}), grammar=state)
     assert take(request, [SampledToken(2, None), SampledToken(7, None)])[1] == "stop"
     assert request.output_ids == [2]
+
+
+def test_drafts_are_mended_where_the_grammar_leaves_no_other(
+    tokenizer: Tokenizer, grammars: LLGrammars
+) -> None:
+    matcher = grammars.matcher(Form(regex="(abcdefgh|xyz) [0-9]+"))
+    one, other = tokenizer.encode("abcdefgh 5")[1:], tokenizer.encode("xyz")[1:]
+    assert matcher.mended(other[:1]) == other[:1], "it may come"
+    assert matcher.mended([8000]) == [8000], "several may come"
+    beyond = tokenizer.vocab_size + 7
+    matcher.accept(one[:1])
+    for wrong in (8000, beyond):
+        found = matcher.mended([wrong, wrong, wrong])
+        assert len(found) == 3
+        rest = tokenizer.decode(one[:1]) + tokenizer.decode(found[:1])
+        assert "abcdefgh ".startswith(rest)
+    assert matcher.mended([]) == []
+    matcher.accept(one[1:])
+    assert not matcher.error, "it stays where it was"

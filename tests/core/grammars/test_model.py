@@ -104,6 +104,23 @@ def test_drafts_change_nothing(drafting: LLM, greedy: list[list[int]], overlap: 
         speculation._proposer = own
 
 
+def test_what_a_grammar_leaves_no_choice_about_is_drafted(
+    drafting: LLM, greedy: list[list[int]]
+) -> None:
+    core: Any = drafting.engine.core
+    assert core._mend_drafts
+    accepted = []
+    for mend in (True, False):
+        core._mend_drafts = mend
+        before = core.stats().drafts.accepted_tokens
+        try:
+            assert answer(drafting) == greedy
+        finally:
+            core._mend_drafts = True
+        accepted.append(core.stats().drafts.accepted_tokens - before)
+    assert accepted[0] > accepted[1]
+
+
 @pytest.mark.parametrize("which", ["plain", "drafting"])
 def test_several_answers_each_have_their_own_grammar(
     request: pytest.FixtureRequest, which: str

@@ -14,6 +14,7 @@ from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.seeded import make_seeded
 from ml4core.models.tensors import load_model_spec
 from ml4core.models.weights import Weights, load_layers
+from support.live import live_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -23,17 +24,6 @@ def only_new_objects() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-def live_bytes() -> int:
-    """Bytes of the storages that the tensors made since then hold."""
-    storages = {}
-    for thing in gc.get_objects():
-        # Not isinstance: some objects answer it with a warning.
-        if issubclass(type(thing), torch.Tensor):
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def nbytes(weights: Weights) -> int:

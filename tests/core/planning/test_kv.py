@@ -136,3 +136,17 @@ def test_no_pool_in_too_little(budget: int) -> None:
 def test_a_layout_says_which_pages_it_can_have() -> None:
     with pytest.raises(ValueError, match="multiple of"):
         kv.pools_within(groups("e4m3", "tiled16_f32"), 61, 2**40, 1, 64)
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 16])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 5000])
+def test_the_least_pools_are_the_least(sequences: int, tokens: int) -> None:
+    """With drafts, the windows of all sequences come first: what one sequence needs is more."""
+    for own in (groups(), (*groups(), draft())):
+        least = kv.least_pools(own, PAGE, tokens, sequences).nbytes
+        pools = kv.pools_within(own, PAGE, least, sequences, tokens)
+        assert pools is not None
+        assert pools.nbytes == least
+        assert pools.requests(tokens) >= 1
+        less = kv.pools_within(own, PAGE, least - 1, sequences, tokens)
+        assert less is None or less.requests(tokens) == 0

@@ -96,6 +96,7 @@ def test_reasons_of_every_part_stand_together() -> None:
     subjects = [refusal.subject for refusal in launch.refusals]
     assert set(subjects) == {
         "--pipeline-parallel-size",
+        "parallel:pp",
         "VLLM_FP8_MOE_REQUANT_ACT a4w4",
         "feature:latency_decode",
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from ml4core.api import Capabilities
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
 from ml4core.planning.model import published_model
@@ -70,12 +72,48 @@ def test_the_drafter_is_there_if_it_is_asked_for() -> None:
 
 
 def test_no_images_no_encoder() -> None:
-    made = plan(None, limit_mm_per_prompt={"image": 0})
-    assert "vision" in made.not_loaded
-    images = plan(None).reserve
-    assert images.terms["images"] > 16384 * published_model("fp8").spec.hidden_size * 2
-    assert "16,384 embeddings" in images.formulas["images"]
-    assert "images" not in made.reserve.terms
+    """It is loaded, and planned, where its flag asks for images."""
+    for flags in ({}, {"limit_mm_per_prompt": {"image": 0}}, {"limit_mm_per_prompt": {"audio": 0}}):
+        made = plan(None, **flags)
+        assert "vision" in made.not_loaded
+        assert "images" not in made.reserve.terms
+    for limit in (1, {"count": 2}):
+        made = plan(None, limit_mm_per_prompt={"image": limit})
+        assert "vision" not in made.not_loaded
+        terms = made.reserve.terms
+        assert terms["images"] > 16384 * MODELS["fp8"].spec.hidden_size * 2
+        assert "16,384 embeddings" in made.reserve.formulas["images"]
+
+
+def test_drafts_have_logits() -> None:
+    """Those of a step, and where they are drawn those that are kept until they are judged."""
+    none, greedy, drawn = (
+        plan(None, max_num_seqs=8, speculative_config=config).reserve
+        for config in ({}, DRAFTS, DRAFTS | {"draft_sample_method": "probabilistic"})
+    )
+    each = 8 * 3 * MODELS["fp8"].spec.vocab_size * 4
+    assert "draft logits" not in none.terms
+    assert greedy.terms["draft logits"] == each
+    assert drawn.terms["draft logits"] == 2 * each
+    assert drawn.nbytes - greedy.nbytes == each
+
+
+def test_a_backends_defaults_are_planned_with() -> None:
+    words = Capabilities(
+        frozenset({"index:fp32"}),
+        {
+            **{"dtype": "float32", "kv": "fp32", "index": "planar_f32", "fp8": "e4m3"},
+            **{"block_size": "32", "max_num_seqs": "3", "max_num_batched_tokens": "96"},
+        },
+    )
+    args = EngineArgs("published", tensor_parallel_size=8, max_model_len=1024)
+    made = make_plan(MODELS["fp8"], args, PlanOptions(backend=words))
+    assert (made.dtype, made.layout, made.block_size) == ("float32", "fp32", 32)
+    assert (made.max_num_seqs, made.rows) == (3, 96)
+    assert {group.layout.id for group in made.groups} == {"fp32"}
+    asked = replace(args, dtype="bfloat16", kv_cache_dtype="fp8", block_size=64)
+    made = make_plan(MODELS["fp8"], asked, PlanOptions(backend=words))
+    assert (made.dtype, made.layout, made.block_size) == ("bfloat16", "e4m3", 64)
 
 
 @pytest.mark.parametrize(

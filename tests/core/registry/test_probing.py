@@ -102,7 +102,7 @@ def test_failure_after_the_answer_no_longer_matters(site: Site, end: str) -> Non
         ("return Probe(refusals=('no',))", "returned 'no' among its refusals"),
         (
             "return Probe(devices=(Device('virtual', 'v', 'a', 'cpu'),))",
-            "returned 'v' of kind 'virtual'; kinds are real, interpreted, fake",
+            "returned 'v' of kind 'virtual'; kinds are real, interpreted, fake, source",
         ),
         (
             "return Probe(devices=(Device('real', 'v', 'a', ''),))",

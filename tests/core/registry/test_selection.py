@@ -180,7 +180,7 @@ def test_kind_that_does_not_exist_is_refused(site: Site) -> None:
     site.plugin("chip")
     with pytest.raises(Refused, match="there is no device kind 'virtual'") as refused:
         select("chip", device_kind="virtual")
-    assert "works: real, interpreted, fake" in str(refused.value)
+    assert "works: real, interpreted, fake, source" in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["import", "gizmo", "number", "twin"])

@@ -296,3 +296,36 @@ def test_switches_that_a_session_tells_are_words() -> None:
         with pytest.raises(Refused) as refused:
             opened(made)
         assert "no words by word" in told(refused)
+
+
+def test_memory_that_a_session_tells_of_has_its_calls() -> None:
+    made: Any = Session()
+    assert opened(made).memory is None
+    made.memory = SimpleNamespace(figures=len, reset_peak=len, release=len)
+    assert opened(made).memory is made.memory
+    made.memory = SimpleNamespace(figures=len)
+    with pytest.raises(Refused) as refused:
+        opened(made)
+    assert "which lacks" in told(refused)
+
+
+def test_captures_of_an_executor_stay_in_sight() -> None:
+    plain = opened()
+    assert not hasattr(plain.executor, "captures_shape")
+    dropped: list[bool] = []
+    executor = SimpleNamespace(
+        compile=lambda step, _: step,
+        eager_break=lambda function: function,
+        captures=["one"],
+        captures_shape=lambda shape: shape is SHAPE,
+        drop=lambda: dropped.append(True),
+    )
+    session = opened(executor=executor)
+    assert session.executor.captures == ["one"]
+    assert session.executor.captures_shape(SHAPE) is True
+    assert session.executor.captures_shape(None) is False
+    session.executor.drop()
+    assert dropped == [True]
+    executor.captures_shape = raising(ValueError("lost"))
+    with pytest.raises(Refused, match=r"executor.captures_shape\(\).*lost"):
+        session.executor.captures_shape(SHAPE)

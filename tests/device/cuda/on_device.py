@@ -4,9 +4,11 @@
 
 Steps: ``kernels`` (``ml4core_cuda.check``: every kernel checked, timed and tuned), ``tests`` (the
 tests of this folder, and those marked ``accelerator``), ``conformance`` (the whole suite, into
-``cuda.json``), ``bench`` (ops and ``ml4-tiny``, graphs and eager), ``sanitize`` (memcheck of a
-reduced set, NOT-RUN where the tool doesn't start). A step that is out of time is interrupted, and
-what it found until then is kept. Needs no installation: plugins are found beside this file.
+``cuda.json``), ``start`` (what the start of ``ml4-tiny`` takes: profile, caches against their
+plan, captures; and its speed with graphs against eager), ``bench`` (``start``, ops, and steps of
+``ml4-tiny``, graphs and eager), ``sanitize`` (memcheck of a reduced set, NOT-RUN where the tool
+doesn't start). A step that is out of time is interrupted, and what it found until then is kept.
+Needs no installation: plugins are found beside this file.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-PROJECTS = (".", "backends/cuda", "conformance")
+PROJECTS = (".", "backends/triton", "backends/cuda", "conformance")
 BATCHES = (1, 8, 64)
 
 
@@ -43,12 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def installed() -> Iterator[dict[str, str]]:
+def installed(projects: Sequence[str] = PROJECTS) -> Iterator[dict[str, str]]:
     """An environment in which the projects are found as after an installation: their folders on the
     path, and their names, versions and entry points beside them.
     """
     with tempfile.TemporaryDirectory() as folder:
-        for project in PROJECTS:
+        for project in projects:
             text = (ROOT / project / "pyproject.toml").read_text("utf-8")
             facts = tomllib.loads(text)["project"]
             info = Path(folder) / f"{facts['name'].replace('-', '_')}-{facts['version']}.dist-info"
@@ -63,7 +65,7 @@ def installed() -> Iterator[dict[str, str]]:
                 for group, found in groups.items()
             )
             (info / "entry_points.txt").write_text(entries, "utf-8")
-        paths = [folder, *(str(ROOT / project) for project in PROJECTS)]
+        paths = [folder, *(str(ROOT / project) for project in projects)]
         paths += filter(None, [os.environ.get("PYTHONPATH")])
         yield dict(os.environ) | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
@@ -118,14 +120,20 @@ def conformance(out: Path, words: list[str], budget: float) -> Commands:
 
 def bench(out: Path, words: list[str], budget: float) -> Commands:
     python = [sys.executable, "-m", "ml4core", "bench"]
+    begun = start(out, [], budget)
     ops = ["ops", "--backend", "cuda", "--json", str(out / "ops.json")]
-    found = [("ops", [*python, *ops, "--plot", str(out / "roofline.svg"), *words])]
+    found = [*begun, ("ops", [*python, *ops, "--plot", str(out / "roofline.svg"), *words])]
     for name, more in (("graphs", []), ("eager", ["--enforce-eager"])):
         step = ["step", "ml4-tiny", "--backend", "cuda", "--part", "model", "--context", "512"]
         for batch in BATCHES:
             step += ["--batch-size", str(batch)]
         found.append((name, [*python, *step, *more, "--json", str(out / f"tiny-{name}.json")]))
     return found
+
+
+def start(out: Path, words: list[str], budget: float) -> Commands:
+    script = str(Path(__file__).with_name("started.py"))
+    return [("start", [sys.executable, script, "--out", str(out), *words])]
 
 
 def sanitize(out: Path, words: list[str], budget: float) -> Commands:
@@ -144,6 +152,7 @@ STEPS = {
     "tests": tests,
     "conformance": conformance,
     "bench": bench,
+    "start": start,
     "sanitize": sanitize,
 }
 

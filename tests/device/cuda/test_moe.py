@@ -34,7 +34,7 @@ EXPERTS = [
 
 @pytest.mark.parametrize("case", ROUTERS, ids=lambda case: case.id)
 def test_router(case: OpCase, judged: Callable[..., None]) -> None:
-    from ml4core_cuda.kernels.router import router
+    from ml4core_triton.kernels.router import router
 
     judged(router, case)
 
@@ -47,7 +47,7 @@ def test_experts(case: OpCase, judged: Callable[..., None]) -> None:
 
 
 def test_choices_are_in_the_order_of_experts_and_none_is_lost(device: torch.device) -> None:
-    from ml4core_cuda.kernels.expert_order import expert_order
+    from ml4core_triton.kernels.expert_order import expert_order
 
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 9, (70, 3), generator=draw).to(device)

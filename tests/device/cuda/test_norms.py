@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 
 import pytest
 import torch
 
 from ml4core_conformance.case import OpCase
 from ml4core_conformance.cases import cases_of
+from ml4core_triton.ops import load
 
 pytestmark = [  # what numpy says of the interpreter's ways
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -37,13 +37,13 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_op(case: OpCase, judged: Callable[..., None]) -> None:
-    op = getattr(import_module(f"ml4core_cuda.kernels.{case.op}"), case.op)
+    op = load(case.op, "ml4core_cuda")
     judged(op, case)
 
 
 def test_angles_are_exact_far_out(device: torch.device) -> None:
     """All frequencies at positions to 2**20: cos and sin to an ulp and a half."""
-    from ml4core_cuda.kernels.rope import rope
+    from ml4core_triton.kernels.rope import rope
 
     positions = torch.tensor([0, 1, 8191, 123456, 777777, (1 << 20) - 1, 1 << 20])
     frequency = (10000.0 ** (-torch.arange(32, dtype=torch.float64) / 32)).float() * 1.0317
@@ -58,7 +58,7 @@ def test_angles_are_exact_far_out(device: torch.device) -> None:
 def test_bytes_of_e4m3_are_those_of_the_format(device: torch.device) -> None:
     """Every value, every tie between two, and what lies about them."""
     from ml4core.formats import e4m3
-    from ml4core_cuda.kernels.quantize import quantize
+    from ml4core_triton.kernels.quantize import quantize
 
     values = e4m3.decode(torch.arange(0x7F, dtype=torch.uint8), "e4m3fn")
     ties = (values[1:] + values[:-1]) / 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from ml4core.api import OPS
 from ml4core.compose.ops import COMPOSED
 from ml4core_conformance.case import OpCase
 from ml4core_conformance.cases import cases_of
+from ml4core_triton.ops import load
 
 pytestmark = [  # what numpy says of the interpreter's ways
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -24,7 +23,7 @@ CASES = [case for op in ("sample", "verify_draft") for case in cases_of(op)]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_tokens_are_those_of_core(case: OpCase, device: torch.device) -> None:
-    op = getattr(import_module(f"ml4core_cuda.kernels.{case.op}"), case.op)
+    op = load(case.op, "ml4core_cuda")
     arguments = {
         name: value[:ROWS].to(device) if isinstance(value, torch.Tensor) else value
         for name, value in case.arguments(0).items()
@@ -41,7 +40,7 @@ def test_tokens_are_those_of_core(case: OpCase, device: torch.device) -> None:
 
 def test_a_row_in_parts_gives_what_it_gives_alone(device: torch.device) -> None:
     """A vocabulary of several parts, with ties across their borders."""
-    from ml4core_cuda.kernels.sample import parts_of, sample
+    from ml4core_triton.kernels.sample import parts_of, sample
 
     vocab = 9000
     assert parts_of(vocab, 1)[0] > 1

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,23 +12,25 @@ import torch
 
 from ml4core.api import Capabilities, Deployment, Device, Refused, Weight
 from ml4core.api.known_layouts import index_layout, latent_layout
+from ml4core_rocm import backend, libraries
 from ml4core_rocm.backend import RocmBackend
 from ml4core_rocm.capabilities import LATENT, capabilities
 from ml4core_rocm.devices import FLAVOUR, REFERENCE, fp8_flavour
 from ml4core_rocm.driver import Gpu
 from ml4core_rocm.session import RocmSession
 
-BACKENDS = Path(__file__).resolve().parents[3] / "backends"
 FAKE = Device("fake", "torch on the host", "gfx950", "cpu")
 MI300X = replace(REFERENCE, arch="gfx942", name="AMD Instinct MI300X")
 
 
-def found(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu, torch: str = "", triton: str = "") -> Any:
-    backend = sys.modules[RocmBackend.__module__]
+def found(
+    monkeypatch: pytest.MonkeyPatch, *gpus: Gpu, torch: str = "", triton: str = "", other: str = ""
+) -> Any:
     monkeypatch.setattr(backend, "find_gpus", lambda: (gpus, ()))
     monkeypatch.setattr(backend, "find_torch", lambda: (torch, ()))
     monkeypatch.setattr(backend, "find_triton", lambda: (triton, ()))
     monkeypatch.setattr(backend, "hip_version", lambda: "7.2")
+    monkeypatch.setattr(backend, "find_other_gpu", lambda: other)
     return RocmBackend().probe()
 
 
@@ -69,6 +70,35 @@ def test_kinds_without_a_gpu(
     assert {device.torch_device for device in answer.devices} <= {"cpu"}
 
 
+def test_a_gpu_of_another_maker_checks_sources_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, deploy: Callable[..., Deployment]
+) -> None:
+    monkeypatch.setattr(backend, "compiler_refusals", lambda name: ())
+    answer = found(monkeypatch, torch="torch 2.13", triton="triton 3.6", other="a chip")
+    *_, device = answer.devices
+    assert (device.kind, device.arch, device.torch_device) == ("source", "gfx950", "cuda:0")
+    assert device.name == "sources of gfx950's kernels, compiled for a chip"
+    declared, interpreted = (capabilities(replace(device, kind=k)) for k in
+                             ("source", "interpreted"))  # fmt: skip
+    assert declared == interpreted
+    assert list(backend._device_refusals(device)) == []
+    monkeypatch.setattr(backend, "find_other_gpu", lambda: "")
+    with pytest.raises(Refused, match="reaches no GPU beside AMD's"):
+        RocmBackend().open(deploy(device=device))
+
+
+def test_what_triton_fuses_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases differ in what they do where nothing is, and results with them."""
+    variable = "TRITON_DEFAULT_FP_FUSION"
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)
+    assert libraries.find_triton()[0].startswith("triton ")
+    assert os.environ[variable] == "1"
+    stated = {variable: "0"}
+    libraries.settle_fusion(stated)
+    assert stated == {variable: "0"}
+
+
 def test_the_flavour_of_fp8_goes_by_architecture_and_is_never_assumed() -> None:
     mi350, mi300 = capabilities(REFERENCE), capabilities(MI300X)
     assert (mi350.defaults["kv"], mi300.defaults["kv"]) == ("e4m3", "e4m3fnuz")
@@ -89,8 +119,6 @@ def test_each_default_is_declared_and_kinds_differ_in_what_a_device_does() -> No
     assert real.features - interpreted.features == {
         "feature:async_scheduling",
         "feature:graph_capture",
-        "stage:select",
-        "stage:sparse_mla",
     }
     acts = {"act:fp8_block", "act:mxfp4"}
     assert not acts & capabilities(FAKE).features  # torch on the host quantises no input
@@ -143,16 +171,3 @@ def test_weights_are_brought_once_and_quantised_ones_stay_so(session: RocmSessio
     gate = session.prepare_weights({"gate": tied}, None)["gate"]
     assert isinstance(gate, Weight)
     assert gate.format == "fp32"
-
-
-@pytest.mark.parametrize("name", ["executor", "graphs", "buckets", "fault", "interpreter"])
-def test_what_torch_makes_alike_is_alike_in_both_backends(name: str) -> None:
-    """torch drives both vendors' GPUs by the same names, and a backend imports no other: what is
-    mended in one copy is mended in the other.
-    """
-    ours = (BACKENDS / f"rocm/ml4core_rocm/{name}.py").read_text("utf-8")
-    theirs = (BACKENDS / f"cuda/ml4core_cuda/{name}.py").read_text("utf-8")
-    for own, other in (("ml4core_rocm", "ml4core_cuda"), ("HipGraphs", "CudaGraphs")):
-        ours = ours.replace(own, other)
-    ours = ours.replace("HIP graphs", "CUDA graphs").replace('Refusal("rocm"', 'Refusal("cuda"')
-    assert ours == theirs

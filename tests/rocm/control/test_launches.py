@@ -131,7 +131,7 @@ def test_tp_8(
     converted = bool(variables)
     assert ("mxfp4" in launch.deployment.weight_formats) == converted
     gib = launch.plan.weight_bytes / 2**30
-    assert gib == pytest.approx(73 if converted else 131, rel=0.03)  # drafter and images included
+    assert gib == pytest.approx(68 if converted else 124, rel=0.03)  # the drafter included
     with pytest.raises(Refused, match=r"^--backend rocm is refused for "):
         launch.check()
 
@@ -164,6 +164,21 @@ GUARDS: dict[str, tuple[str, dict[str, str], set[str]]] = {
         f"{FOUR} --decode-context-parallel-size 4",
         A4W4 | {"VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA": "0"},
         {"--decode-context-parallel-size"},
+    ),
+    "pcp": (
+        f"{FOUR} --prefill-context-parallel-size 2",
+        A4W4 | {"VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA": "0"},
+        {"--prefill-context-parallel-size"},
+    ),
+    "cache": (
+        f"{FOUR} --kv-cache-dtype fp8_ds_mla",
+        A4W4 | {"VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA": "0"},
+        {"--kv-cache-dtype"},
+    ),
+    "drafts": (
+        FOUR.replace('"num_speculative_tokens": 3', '"num_speculative_tokens": 8'),
+        A4W4,
+        {"--speculative-config num_speculative_tokens"},
     ),
     "pp": (f"{FOUR} --pipeline-parallel-size 2", A4W4, {"--pipeline-parallel-size"}),
     "dp": (f"{FOUR} --data-parallel-size 2", A4W4, {"--data-parallel-size"}),
@@ -202,8 +217,10 @@ def test_each_broken_guard_is_named(judged: Judge, hardware: Refused, name: str)
 
 def test_all_broken_guards_are_named_at_once(judged: Judge, hardware: Refused) -> None:
     line = FOUR.replace("--tensor-parallel-size 4", "--tensor-parallel-size 8")
+    line = line.replace('"num_speculative_tokens": 3', '"num_speculative_tokens": 8')
     line += " --block-size 128 --enable-expert-parallel --pipeline-parallel-size 2"
-    line += " --data-parallel-size 2 --decode-context-parallel-size 4 --nnodes 2 --dtype float32"
+    line += " --data-parallel-size 2 --decode-context-parallel-size 2 --nnodes 2 --dtype float32"
+    line += " --prefill-context-parallel-size 2 --kv-cache-dtype fp8_ds_mla"
     line += """ --distributed-executor-backend mp --kv-transfer-config '{"kv_connector": "Nixl"}'"""
     line += """ --attention-config '{"index_layout": "planar_f32"}'"""
     found = guards(lacking(judged(line, {}), hardware))

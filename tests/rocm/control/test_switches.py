@@ -32,6 +32,7 @@ def test_nothing_stated(deploy: Deploy) -> None:
         "use_aiter": "0 (default)",
         "aiter_triton_sparse_mla": "0 (default)",
         "custom_ar_max_size": f"{AR_DEFAULT} (default)",
+        "sparse_mla_precision": "bf16 (default)",
     }
 
 
@@ -140,3 +141,44 @@ def test_activations_of_converted_experts(deploy: Deploy) -> None:
     assert stated.expert_act == "a4w4"
     assert stated.told["experts in MXFP4"] == "a4w4"
     assert read(deploy(), declared, {})[0].expert_act == ""
+
+
+KEY = "--additional-config rocm.sparse_mla_precision"
+FP8 = {"rocm": {"sparse_mla_precision": "fp8"}}
+
+
+def test_queries_in_fp8(deploy: Deploy) -> None:
+    switches, refused = found(deploy(additional_config=FP8))
+    assert not refused
+    assert switches.sparse_mla_precision == "fp8"
+    assert switches.told["sparse_mla_precision"] == f"fp8 ({KEY})"
+    assert found(deploy())[0].sparse_mla_precision == "bf16"
+    both, refused = found(deploy(additional_config=FP8), **{AITER: "1", SPARSE: "1"})
+    assert not refused
+    assert both.sparse_mla_precision == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "told"),
+    [
+        ({"kv_layout": "bf16"}, {}, "a cache of bf16 has no FP8"),
+        ({"dtype": "float32"}, {}, "queries of float32 meet keys in float32"),
+        ({}, {AITER: "1"}, "has queries in FP8 on such a cache already"),
+        ({"device": Device("fake", "torch", "gfx950", "cpu")}, {}, "has no kernels"),
+        ({"additional_config": {"rocm": {"sparse_mla_precision": "fp4"}}}, {}, "bf16 or fp8"),
+        ({"additional_config": {"rocm": {"sparse_mla_precision": True}}}, {}, "True is no value"),
+    ],
+)
+def test_queries_in_fp8_need_keys_of_ours_in_fp8(
+    deploy: Deploy, changes: dict[str, Any], environment: dict[str, str], told: str
+) -> None:
+    _, refused = found(deploy(**{"additional_config": FP8} | changes), **environment)
+    assert set(refused) == {KEY}
+    assert told in refused[KEY]
+
+
+def test_a_session_attends_in_the_precision_that_is_asked_for(deploy: Deploy) -> None:
+    from ml4core_rocm.ops import load_ops
+
+    assert load_ops(mla_precision="fp8")["sparse_mla"].keywords == {"precision": "fp8"}
+    assert not hasattr(load_ops()["sparse_mla"], "keywords")

@@ -22,6 +22,7 @@ VARIANTS = {
     "indexer_logits": ("tiled16_f32", "planar_f32", "fp32"),
     "topk": ("",),
     "sparse_mla": ("e4m3+bf16", "e4m3fnuz+bf16", "bf16+bf16", "bf16+fp32", "fp32+bf16"),
+    "window_mla": ("e4m3+bf16",),
     "merge_lse": ("",),
     "layer_norm": ("",),
     "rms_norm": ("",),

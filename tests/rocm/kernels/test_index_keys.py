@@ -10,7 +10,7 @@ import triton.language as tl
 from ml4core.api import KVCache
 from ml4core.api.known_layouts import index_layout
 from ml4core.formats import index_pages, kv_rows
-from ml4core_rocm.kernels.tiles import code_offset, scale_offset
+from ml4core_triton.kernels.tiles import code_offset, scale_offset
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -142,44 +142,11 @@ def test_pages_that_are_not_there_gather_zeros(device: torch.device) -> None:
     assert bool((scales[32:] == 1).all())
 
 
-def test_ragged_scores_are_those_of_pages(device: torch.device) -> None:
+@pytest.mark.parametrize("layout", ["planar_ue8m0x4", "fp32"])
+def test_a_cache_of_another_order_is_not_read_in_silence(device: torch.device, layout: str) -> None:
     from ml4core_rocm.kernels.gather_index_keys import gather_index_keys
-    from ml4core_rocm.kernels.indexer_logits import indexer_logits
-    from ml4core_rocm.kernels.ragged_logits import ragged_logits
 
-    draw = torch.Generator().manual_seed(5)
-    cache = cache_of(device, torch.randn(6, BLOCK, 128, generator=draw))
-    table = torch.tensor([[3, 1, 5], [0, 4, 2]], dtype=torch.int32, device=device)
-    query_start = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
-    visible = torch.tensor([60, 61, 62, 1, 90], dtype=torch.int32, device=device)
-    q = torch.randn(5, 6, 128, generator=draw).to(device)
-    weights = torch.randn(5, 6, generator=draw).to(device)
-    paged = indexer_logits(q, weights, 0.1, cache, table, query_start, visible, 3)
-    starts = torch.tensor([0, 62, 152], dtype=torch.int32, device=device)
-    codes, scales = gather_index_keys(cache, table, starts, 152, 90)
-    begins = starts[torch.tensor([0, 0, 0, 1, 1], device=device)]
-    given = (q, weights, 0.1, codes, scales, begins, begins + visible)
-    found = ragged_logits(*given)
-    for t in range(5):
-        begin, seen = int(begins[t]), int(visible[t])
-        # Tiles differ, and with them the order in which the host's products sum.
-        torch.testing.assert_close(found[t, begin : begin + seen], paged[t, :seen])
-        assert bool(torch.isneginf(found[t, :begin]).all())
-        assert bool(torch.isneginf(found[t, begin + seen :]).all())
-    left = ragged_logits(*given, fill=False)
-    inside = torch.isfinite(found)
-    torch.testing.assert_close(left[inside], found[inside])
-
-
-def test_a_cache_of_another_order_is_not_read_in_silence(device: torch.device) -> None:
-    from ml4core_rocm.kernels.gather_index_keys import gather_index_keys
-    from ml4core_rocm.kernels.keys import index_keys
-
-    cache = cache_of(device, torch.zeros(2, BLOCK, 128), "planar_ue8m0x4")
-    with pytest.raises(ValueError, match="planar_ue8m0x4"):
-        index_keys(cache)
+    cache = cache_of(device, torch.zeros(2, BLOCK, 128), layout)
     ints = torch.zeros(2, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="'fp32'"):
-        gather_index_keys(
-            cache_of(device, torch.zeros(2, BLOCK, 128), "fp32"), ints[None], ints, 1, 1
-        )
+    with pytest.raises(ValueError, match=f"'{layout}'"):
+        gather_index_keys(cache, ints[None], ints, 1, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from ml4core.api import Weight
 from ml4core.formats import e4m3, e8m0, fp8_block, mxfp4
 from ml4core_conformance.case import OpCase
 from ml4core_conformance.cases import cases_of
+from ml4core_triton.ops import load
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -26,7 +26,7 @@ CASES = [
     pytest.param(
         case, id=case.id, marks=[pytest.mark.slow] if (case.op, case.name) in LARGE else []
     )
-    for op in ("gemm", "moe_experts")
+    for op in ("gemm", "head_gemm", "moe_experts")
     for case in cases_of(op)
     if case.small and "act:nvfp4" not in case.requires  # no kernel here quantises to that
 ]
@@ -34,7 +34,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_op(case: OpCase, judged: Callable[[Callable[..., Any], OpCase], None]) -> None:
-    judged(getattr(import_module(f"ml4core_rocm.kernels.{case.op}"), case.op), case)
+    judged(load(case.op, "ml4core_rocm"), case)
 
 
 @pytest.fixture

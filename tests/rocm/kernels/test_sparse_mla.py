@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -48,8 +46,7 @@ def test_splits_join_to_the_whole(
 
     draw = torch.Generator().manual_seed(splits)
     cache = latents(device, "e4m3", 16, draw)
-    chunk = -(-160 // splits // 32) * 32 if splits > 1 else 160
-    sizes = module.Tiling(16, 32, -(-160 // chunk), chunk, 4, 2)
+    sizes = module.Tiling(16, 32, splits, 4, 2)
     monkeypatch.setattr(module, "tiling", lambda *shape: sizes)
     q = torch.randn(3, 8, 576, generator=draw).bfloat16()
     slots = torch.stack([torch.randperm(256, generator=draw)[:160] for _ in range(3)]).int()
@@ -121,7 +118,7 @@ def test_a_stream_of_slots(
     from ml4core_rocm.kernels.ragged_mla import ragged_mla
 
     def two(*shape: object) -> module.Tiling:
-        return dataclasses.replace(module.Tiling(16, 16, 2, keys // 2, 4, 2))
+        return module.Tiling(16, 16, 2, 4, 2)
 
     monkeypatch.setattr(module, "tiling", two)
     draw = torch.Generator().manual_seed(keys)
@@ -141,19 +138,6 @@ def test_a_stream_of_slots(
         want, sums = attended(q[t], rows_of(cache)[chosen])
         assert far(out[t], want) < 4e-3
         assert torch.allclose(lse[t].cpu().double(), sums, rtol=1e-5, atol=1e-5)
-
-
-def test_a_selection_as_a_stream() -> None:
-    from ml4core_rocm.kernels.ragged_mla import stream_of
-
-    slots = torch.tensor([[5, 6, -1], [7, 8, 9], [1, 2, 3]], dtype=torch.int32)
-    lens = torch.tensor([2, 3, 0], dtype=torch.int32)
-    starts, stream = stream_of(slots, lens)
-    assert starts.tolist() == [0, 2, 5, 5]
-    assert starts.dtype == stream.dtype == torch.int32
-    assert stream.tolist() == [5, 6, 7, 8, 9, -1, -1, -1, -1]
-    starts, stream = stream_of(slots[:0], lens[:0])
-    assert (starts.tolist(), stream.tolist()) == ([0], [])
 
 
 def test_a_stream_that_does_not_fit_the_rows(device: torch.device) -> None:

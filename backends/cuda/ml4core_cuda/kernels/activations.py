@@ -16,29 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ml4core_cuda.kernels.numeric import (
-    INTERPRETED,
-    e2m1,
-    e4m3_code,
-    e8m0,
-    finite_size,
-    narrow,
-    widen,
-)
 from ml4core_cuda.kernels.products import CODES_BY_BLOCK, CODES_BY_ROW, PLAIN
-from ml4core_cuda.kernels.quantize import e2m1_code, mxfp4_exponent
-from ml4core_cuda.kernels.weight_tiles import (
+from ml4core_triton.kernels.numeric import INTERPRETED, e2m1, e8m0, finite_size, narrow, widen
+from ml4core_triton.kernels.quantize import e2m1_code, mxfp4_exponent
+from ml4core_triton.kernels.quantized_rows import by_block, by_row
+from ml4core_triton.kernels.weights import (
     BF16,
     FP8_BLOCK,
     FP8_TENSOR,
     FP32,
-    K_TILE,
     WeightArgs,
     is_fp4,
 )
 
 ACTS = ("fp8_block", "fp8_tensor", "mxfp4")
-_TILE = tl.constexpr(K_TILE)
 
 
 @dataclass(frozen=True)
@@ -92,51 +83,11 @@ def quantized(x: Tensor, act: str) -> Activation:
         if rows:
             _mxfp4_kernel[(rows, triton.cdiv(width, 1024))](x, data, width, x.stride(0), BLOCK=1024)
         return Activation(data, data, PLAIN, rows, width, 0)
-    data = torch.empty(rows, width, dtype=torch.uint8, device=x.device)
     if act == "fp8_block":
-        blocks = triton.cdiv(width, K_TILE)
-        scale = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
-        if rows:
-            _block_kernel[(rows, triton.cdiv(blocks, 8))](
-                x, data, scale, width, x.stride(0), BLOCKS=8
-            )
-        return Activation(data, scale, CODES_BY_BLOCK, rows, width, blocks)
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    if rows:
-        _row_kernel[(rows,)](x, data, scale, width, x.stride(0), BLOCK=1024)
+        data, scale = by_block(x)
+        return Activation(data, scale, CODES_BY_BLOCK, rows, width, scale.shape[1])
+    data, scale = by_row(x)
     return Activation(data, scale, CODES_BY_ROW, rows, width, 1)
-
-
-@triton.jit
-def _block_kernel(x, data, scale, K, x_row, BLOCKS: tl.constexpr):
-    """Codes and scales of 128-column blocks: grid (T, groups of blocks)."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    columns = block[:, None] * _TILE + tl.arange(0, _TILE)[None, :]
-    fits = columns < K
-    value = widen(tl.load(x + row * x_row + columns, mask=fits, other=0.0))
-    each = tl.div_rn(tl.maximum(tl.max(finite_size(value), axis=1), 1e-10), 448.0)
-    code = e4m3_code(tl.div_rn(value, tl.broadcast_to(each[:, None], value.shape)))
-    tl.store(data + row * K + columns, code, mask=fits)
-    tl.store(scale + row * tl.cdiv(K, _TILE) + block, each, mask=block < tl.cdiv(K, _TILE))
-
-
-@triton.jit
-def _row_kernel(x, data, scale, K, x_row, BLOCK: tl.constexpr):
-    """Codes of a row under one scale: grid (T,)."""
-    row = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, K, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        value = widen(tl.load(x + row * x_row + columns, mask=columns < K, other=0.0))
-        largest = tl.maximum(largest, finite_size(value))
-    each = tl.div_rn(tl.maximum(tl.max(largest, axis=0), 1e-10), 448.0)
-    tl.store(scale + row, each)
-    for start in range(0, K, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        value = widen(tl.load(x + row * x_row + columns, mask=columns < K, other=0.0))
-        code = e4m3_code(tl.div_rn(value, tl.zeros_like(value) + each))
-        tl.store(data + row * K + columns, code, mask=columns < K)
 
 
 @triton.jit

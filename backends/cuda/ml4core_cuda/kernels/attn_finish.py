@@ -10,14 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ml4core_cuda.kernels.angles import cos_sin
-from ml4core_cuda.kernels.indexer_write import write_key
-from ml4core_cuda.kernels.kv_write import write_row
-from ml4core_cuda.kernels.latents import row_offsets
-from ml4core_cuda.kernels.layer_norm import layer_normed
-from ml4core_cuda.kernels.numeric import let_next_begin, narrow, wait_for_previous, widen
-from ml4core_cuda.kernels.rms_norm import normed
-from ml4core_cuda.kernels.ssmax import ssmax_factor
+from ml4core_triton.kernels.angles import cos_sin
+from ml4core_triton.kernels.chaining import let_next_begin, wait_for_previous
+from ml4core_triton.kernels.keys import write_key
+from ml4core_triton.kernels.kv_write import write_row
+from ml4core_triton.kernels.latents import row_offsets
+from ml4core_triton.kernels.layer_norm import layer_normed
+from ml4core_triton.kernels.numeric import narrow, widen
+from ml4core_triton.kernels.rms_norm import normed
+from ml4core_triton.kernels.ssmax import ssmax_factor
 
 
 @triton.jit

@@ -15,12 +15,13 @@ from torch import Tensor
 from ml4core.api import AttnInputs, LayerKV, LayerSpec, SSMaxSpec, StepPlan, Weight
 from ml4core_cuda.kernels.attn_finish import finish_kernel
 from ml4core_cuda.kernels.attn_products import FUSED, projected, separately
-from ml4core_cuda.kernels.keys import index_keys
-from ml4core_cuda.kernels.latents import latent_rows
-from ml4core_cuda.kernels.numeric import dependent, next_power
-from ml4core_cuda.kernels.rms_norm import rms_norm
-from ml4core_cuda.kernels.ssmax import KINDS
-from ml4core_cuda.kernels.weight_tiles import WeightArgs, weight_args
+from ml4core_triton.kernels.chaining import dependent
+from ml4core_triton.kernels.keys import index_keys
+from ml4core_triton.kernels.latents import latent_rows
+from ml4core_triton.kernels.numeric import next_power
+from ml4core_triton.kernels.rms_norm import rms_norm
+from ml4core_triton.kernels.ssmax import KINDS
+from ml4core_triton.kernels.weights import WeightArgs, weight_args
 
 MAX_ROWS = 16
 """Rows of a step at most: each job of the second launch takes one."""

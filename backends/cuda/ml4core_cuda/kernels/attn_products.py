@@ -18,16 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ml4core_cuda.kernels.gemm import gemm
-from ml4core_cuda.kernels.numeric import (
-    dependent,
-    let_next_begin,
-    sm_count,
-    wait_for_previous,
-)
-from ml4core_cuda.kernels.products import row_sum, tile_sum
+from ml4core_cuda.kernels.gemm import gemm, row_tiling
+from ml4core_cuda.kernels.products import TOGETHER, row_sum, tile_sum
 from ml4core_cuda.kernels.target import device_name
-from ml4core_cuda.kernels.weight_tiles import (
+from ml4core_cuda.tuned import sizes_for
+from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
+from ml4core_triton.kernels.target import units_of
+from ml4core_triton.kernels.weights import (
     BF16,
     FORMAT_NAMES,
     FP8_BLOCK,
@@ -36,10 +33,9 @@ from ml4core_cuda.kernels.weight_tiles import (
     WeightArgs,
     whole_scale,
 )
-from ml4core_cuda.tuned import sizes_for
 
 _TILE = tl.constexpr(K_TILE)
-_FP32 = tl.constexpr(FP32)
+_FP32, _TOGETHER = tl.constexpr(FP32), tl.constexpr(TOGETHER)
 FUSED = (FP32, BF16, FP8_BLOCK)
 """Formats that one launch takes; with others each matrix has its own."""
 
@@ -67,7 +63,8 @@ class Tiling:
 def tiling(rows: int, columns: int, inner: int, units: int) -> Tiling:
     """The default, by shapes alone."""
     if rows == 1:
-        return Tiling(16, min(512, max(K_TILE, triton.next_power_of_2(inner))), 1, 4, 4)
+        row = row_tiling(columns, inner, 1, units)
+        return Tiling(row.columns, row.block, 1, row.warps, row.stages)
     parts, steps = 1, -(-inner // K_TILE)
     while -(-columns // 64) * parts < 2 * units and 2 * parts <= min(8, steps // 2):
         parts *= 2
@@ -83,13 +80,15 @@ def shape_key(format: str, rows: int, columns: int, inner: int) -> str:
 def _some(
     x, x_rows, x_fits, data, scale, tile, N, K, begin, end, out, out_row,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    WIDE: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A tile of one matrix [N, K] times the rows, to ``out`` [.., N]; BM is 1 for a single row."""
     rows = tile * BN + tl.arange(0, BN)
     fits = rows < N
     if BM == 1:
-        found = row_sum(x, data, scale, rows, fits, K, BN, BK, FORMAT, STAGES)
+        found = row_sum(
+            x, data, scale, rows, fits, K, BN, BK, FORMAT, STAGES, _TOGETHER, EVEN
+        )
         found = found * whole_scale(scale, scale, rows, fits, FORMAT, BN)
         tl.store(out + rows, found, mask=fits)
     else:
@@ -105,7 +104,7 @@ def _some(
 @triton.jit
 def _row_by_row(
     x, x_row, T, data, tile, N, K, part, out, out_row,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A tile of an fp32 matrix times the rows, one after the other, all by the first part: the
     matrix units would have to be fed with more registers than there are.
@@ -116,7 +115,9 @@ def _row_by_row(
         found = tl.zeros([BN], tl.float32)
         if part == 0:
             one = x + token * x_row
-            found = row_sum(one, data, data, rows, fits, K, BN, BK, _FP32, STAGES)
+            found = row_sum(
+                one, data, data, rows, fits, K, BN, BK, _FP32, STAGES, _TOGETHER, EVEN
+            )
         tl.store(out + token * out_row + rows, found, mask=fits)
 
 
@@ -127,7 +128,7 @@ def _project_kernel(
     t4, t0, t1, t2,
     F0: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, parts). Tiles below t4 are of the index weights, those below t0 of the query,
     and so on; matrix i has n_i rows.
@@ -144,27 +145,27 @@ def _project_kernel(
     if tile < t4:
         _row_by_row(
             x, x_row, T, d4, tile, n4, K, part, out + (n0 + n1 + n2 + n3), out_row, BN // _FINE, BK,
-            STAGES,
+            STAGES, EVEN,
         )  # fmt: skip
     elif tile < t0:
         _some(
             x, x_rows, fits, d0, s0, tile - t4, n0, K, begin, end, out, out_row,
-            BN, BM, BK, F0, WIDE, STAGES,
+            BN, BM, BK, F0, WIDE, STAGES, EVEN,
         )  # fmt: skip
     elif tile < t1:
         _some(
             x, x_rows, fits, d1, s1, tile - t0, n1, K, begin, end, out + n0, out_row,
-            BN, BM, BK, F1, WIDE, STAGES,
+            BN, BM, BK, F1, WIDE, STAGES, EVEN,
         )  # fmt: skip
     elif tile < t2:
         _some(
             x, x_rows, fits, d2, s2, tile - t1, n2, K, begin, end, out + (n0 + n1), out_row,
-            BN, BM, BK, F2, WIDE, STAGES,
+            BN, BM, BK, F2, WIDE, STAGES, EVEN,
         )  # fmt: skip
     else:
         _some(
             x, x_rows, fits, d3, s3, tile - t2, n3, K, begin, end, out + (n0 + n1 + n2), out_row,
-            BN, BM, BK, F3, WIDE, STAGES,
+            BN, BM, BK, F3, WIDE, STAGES, EVEN,
         )  # fmt: skip
 
 
@@ -183,7 +184,7 @@ def projected(
     columns = sum(counts) + extra
     first = given[0]
     name = FORMAT_NAMES[first.format]
-    plan = tiling(rows, columns, inner, sm_count(x.device))
+    plan = tiling(rows, columns, inner, units_of(x.device))
     plan = sizes_for(
         "attn_inputs", device_name(x.device), shape_key(name, rows, columns, inner), plan
     )
@@ -197,6 +198,8 @@ def projected(
     last = (first if weights is None else weights).data
     wide = torch.float32 in (x.dtype, *(one.data.dtype for one in given))
     many = 1 if rows == 1 else max(16, triton.next_power_of_2(rows))
+    # Every matrix has tiles of its own in flight: of fp32 there is room for one beside the next.
+    stages = min(plan.stages, 2) if wide else plan.stages
     _project_kernel[(edges[-1], plan.parts)](
         x, x.stride(0), rows, inner, out, out.stride(0), out.stride(1), steps,
         *(each for one, count in zip(parts, counts, strict=True)
@@ -204,7 +207,7 @@ def projected(
         last, extra, *edges[:4],
         F0=parts[0].format, F1=parts[1].format, F2=parts[2].format, F3=parts[3].format,
         BN=plan.columns, BM=many, BK=plan.block, WIDE=tl.float32 if wide else tl.bfloat16,
-        STAGES=plan.stages, DEPENDENT=ahead, num_warps=plan.warps, num_stages=plan.stages,
+        STAGES=stages, EVEN=inner % plan.block == 0, DEPENDENT=ahead, num_warps=plan.warps, num_stages=stages,
         **dependent(ahead),
     )  # fmt: skip
     return out

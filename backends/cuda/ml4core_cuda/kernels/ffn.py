@@ -16,15 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import MoESpec, Weight
-from ml4core_cuda.kernels.all_reduce_rms_norm import add_rms_norm
 from ml4core_cuda.kernels.gemm import gemm
 from ml4core_cuda.kernels.moe_experts import each_choice, moe_experts, takes_one_row
 from ml4core_cuda.kernels.moe_row import one_row
-from ml4core_cuda.kernels.numeric import narrow, next_power, widen
-from ml4core_cuda.kernels.rms_norm import normed, warps_for
-from ml4core_cuda.kernels.router import route
-from ml4core_cuda.kernels.silu_mul import silu_mul
-from ml4core_cuda.kernels.weight_tiles import WeightArgs, weight_args
+from ml4core_triton.kernels.all_reduce_rms_norm import add_rms_norm
+from ml4core_triton.kernels.numeric import narrow, next_power, widen
+from ml4core_triton.kernels.rms_norm import normed, warps_for
+from ml4core_triton.kernels.router import route
+from ml4core_triton.kernels.silu_mul import silu_mul
+from ml4core_triton.kernels.weights import WeightArgs, weight_args
 
 Weights = Mapping[str, Tensor | Weight]
 Pair = tuple[WeightArgs, WeightArgs]
@@ -70,7 +70,7 @@ def moe_ffn(
         if shared is None or not alike(routed, shared) or not hidden.shape[0]:
             return _apart(w, moe, eps, act, residual, hidden, next_norm)
         weights, ids = route(hidden, gate, moe.topk, moe.renormalize, moe.routed_scale, shared=True)
-        if takes_one_row(hidden, *routed, act):
+        if takes_one_row(hidden, act):
             out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
             one_row(hidden.contiguous(), *routed, shared, weights, ids, 0, out)
             return add_rms_norm(out, residual, next_norm, eps)
@@ -107,7 +107,7 @@ def _combined(
         each, weights, residual, summed if next_norm is None else next_norm.contiguous(), summed,
         summed if hidden is None else hidden, width, residual.stride(0), eps,
         COUNT=weights.shape[1], NORM=hidden is not None, BLOCK=next_power(width),
-        num_warps=warps_for(width),
+        num_warps=warps_for(width, residual.device),
     )  # fmt: skip
     return summed, hidden
 

@@ -21,11 +21,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import Weight
+from ml4core_cuda.kernels import many_rows
 from ml4core_cuda.kernels.activations import Activation, activation
-from ml4core_cuda.kernels.numeric import narrow, next_power, sm_count
-from ml4core_cuda.kernels.products import CODES_BY_ROW, KIND_NAMES, PLAIN, row_sum, tile_sum
+from ml4core_cuda.kernels.products import (
+    CODES_BY_ROW,
+    KIND_NAMES,
+    PLAIN,
+    TOGETHER,
+    row_sum,
+    stages_within,
+    tile_sum,
+)
 from ml4core_cuda.kernels.target import arch_of, device_name
-from ml4core_cuda.kernels.weight_tiles import (
+from ml4core_cuda.tuned import sizes_for
+from ml4core_triton.kernels.numeric import narrow, next_power
+from ml4core_triton.kernels.target import units_of
+from ml4core_triton.kernels.weights import (
     FORMAT_NAMES,
     K_TILE,
     WeightArgs,
@@ -33,9 +44,8 @@ from ml4core_cuda.kernels.weight_tiles import (
     weight_args,
     whole_scale,
 )
-from ml4core_cuda.tuned import sizes_for
 
-_BY_ROW = tl.constexpr(CODES_BY_ROW)
+_BY_ROW, _TOGETHER = tl.constexpr(CODES_BY_ROW), tl.constexpr(TOGETHER)
 _TILE = tl.constexpr(K_TILE)
 
 
@@ -51,7 +61,7 @@ class RowTiling:
     columns: int
     block: int
     warps: int = 4
-    stages: int = 4
+    stages: int = 3
 
 
 @dataclass(frozen=True)
@@ -71,13 +81,16 @@ class Tiling:
     stages: int
 
 
-ROW_TILE = 8192
-"""Elements of a turn of ``row_sum``: 64 a thread, held in fp32 until the end."""
+ROW_TILE = 16384
+"""Elements of a turn of ``row_sum``: 128 a thread."""
 
 
 def row_block(inner: int) -> int:
-    """Columns of a turn of ``row_sum``."""
-    return max(K_TILE, min(512, next_power(inner)))
+    """Columns of a turn of ``row_sum``: a power of two that divides ``inner``, if one of 128 and
+    more does.
+    """
+    most = inner & -inner
+    return min(1024, most) if most >= K_TILE else max(K_TILE, min(512, next_power(inner)))
 
 
 def row_tiling(columns: int, inner: int, matrices: int, multiprocessors: int) -> RowTiling:
@@ -131,15 +144,17 @@ def shape_key(format: str, rows: int, columns: int, inner: int, act: str) -> str
 def _row_kernel(
     x, data, scale, row_scale, out, N, K, x_matrix, x_row, out_matrix, scale_size,
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """One row of the activation with each matrix of a stack: grid (tiles of N, matrices)."""
     matrix = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     fits = rows < N
     scales = scale + matrix * scale_size
+    STORED: tl.constexpr = 2 if FORMAT >= 4 else 1
     found = row_sum(
-        x + matrix * x_matrix, data + matrix * N * K, scales, rows, fits, K, BN, BK, FORMAT,
-        STAGES,
+        x + matrix * x_matrix, data + matrix * N * (K // STORED), scales, rows, fits, K, BN, BK,
+        FORMAT, STAGES, _TOGETHER, EVEN,
     )  # fmt: skip
     found = found * whole_scale(scales, row_scale + matrix * N, rows, fits, FORMAT, BN)
     tl.store(out + matrix * out_matrix + rows, narrow(found, out.dtype.element_ty), mask=fits)
@@ -220,10 +235,9 @@ def multiply(x: Activation, w: WeightArgs, out: Tensor, strides: tuple[int, int,
     activation lie ``x.stride`` apart; columns of out are contiguous.
     """
     x_matrix, out_matrix, out_row = strides
-    units, name = sm_count(out.device), device_name(out.device)
+    units, name = units_of(out.device), device_name(out.device)
     shape = shape_key(FORMAT_NAMES[w.format], x.rows, w.rows, w.columns, KIND_NAMES[x.kind])
-    # A single row has a path of its own, but for codes: those are read in pairs of columns.
-    if x.rows == 1 and x.kind == PLAIN and not is_fp4(w.format):
+    if x.rows == 1 and x.kind == PLAIN:  # a single row has a path of its own, but for codes
         row = row_tiling(w.rows, w.columns, w.matrices, units)
         if w.matrices == 1:
             row = sizes_for("gemm_row", name, shape, row)
@@ -232,8 +246,16 @@ def multiply(x: Activation, w: WeightArgs, out: Tensor, strides: tuple[int, int,
             x.data, w.data, w.scale, w.row_scale, out, w.rows, w.columns, x_matrix, x.stride,
             out_matrix, w.scale_size,
             BN=row.columns, BK=row.block, FORMAT=w.format, STAGES=row.stages,
-            num_warps=row.warps,
+            EVEN=w.columns % row.block == 0, num_warps=row.warps,
         )  # fmt: skip
+        return
+    if many_rows.serves(x.kind, x.data.dtype, w, x.rows):
+        whole = many_rows.ManyTiling(stages=2 if x.kind == PLAIN else 3)
+        whole = sizes_for("gemm_many", name, shape, whole)
+        if x.kind == PLAIN:
+            many_rows.wide_product(x.data, w, out, out_row, whole)
+        else:
+            many_rows.product(x.data, x.scale, w, out, out_row, whole)
         return
     plan = tiling(
         x.rows, w.rows, w.columns, w.matrices, units, x.kind != PLAIN, is_fp4(w.format),
@@ -251,7 +273,8 @@ def multiply(x: Activation, w: WeightArgs, out: Tensor, strides: tuple[int, int,
         x.data, x.scale, w.data, w.scale, w.row_scale, target, x.rows, w.rows, w.columns,
         x_matrix, x.stride, x.scale_stride, out_matrix, out_row, part, w.scale_size, steps,
         BN=plan.columns, BM=plan.rows, FORMAT=w.format, ACT=x.kind, WIDE=x.meets(w), GROUP=8,
-        num_warps=plan.warps, num_stages=plan.stages,
+        num_warps=plan.warps,
+        num_stages=stages_within(plan.stages, plan.columns, plan.rows, w.data, x.data),
     )  # fmt: skip
     if plan.parts > 1:
         size = out.numel()

@@ -13,7 +13,7 @@ from ml4core.api import Weight
 from ml4core_cuda.kernels.activations import Activation
 from ml4core_cuda.kernels.gemm import multiply
 from ml4core_cuda.kernels.products import PLAIN
-from ml4core_cuda.kernels.weight_tiles import weight_args
+from ml4core_triton.kernels.weights import weight_args
 
 
 def head_gemm(x: Tensor, weight: Weight) -> Tensor:

@@ -17,26 +17,14 @@ from torch import Tensor
 from ml4core.api import MoESpec
 from ml4core_cuda.kernels.gemm import RowTiling, row_tiling
 from ml4core_cuda.kernels.moe_row import shape_key
-from ml4core_cuda.kernels.numeric import (
-    dependent,
-    e4m3,
-    let_next_begin,
-    narrow,
-    next_power,
-    sm_count,
-    wait_for_previous,
-    widen,
-)
-from ml4core_cuda.kernels.silu_mul import silu
 from ml4core_cuda.kernels.target import device_name
-from ml4core_cuda.kernels.weight_tiles import (
-    BF16,
-    FORMAT_NAMES,
-    FP8_BLOCK,
-    K_TILE,
-    WeightArgs,
-)
 from ml4core_cuda.tuned import sizes_for
+from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
+from ml4core_triton.kernels.fp8 import decoded
+from ml4core_triton.kernels.numeric import narrow, next_power, widen
+from ml4core_triton.kernels.silu_mul import silu
+from ml4core_triton.kernels.target import units_of
+from ml4core_triton.kernels.weights import BF16, FORMAT_NAMES, FP8_BLOCK, K_TILE, WeightArgs
 
 _BF16, _FP8_BLOCK = tl.constexpr(BF16), tl.constexpr(FP8_BLOCK)
 _CODES = tl.constexpr(FP8_BLOCK)
@@ -122,7 +110,7 @@ def _weighted_rows(
         if FORMAT < _CODES:
             value = widen(tl.load(where, mask=there, other=0.0))
         else:
-            value = e4m3(tl.load(where, mask=there, other=0), tl.float32)
+            value = decoded(tl.load(where, mask=there, other=0), tl.float32, False)
         if FORMAT == _FP8_BLOCK:
             at = k0 // _COLUMNS + block
             of_row = (rows // _COLUMNS).to(tl.int64)[:, None] * tl.cdiv(K, _COLUMNS) + at[None, :]
@@ -199,7 +187,7 @@ def expert_rows(
 ) -> Tensor:
     """The weighted sum of each row's experts and of the shared one, fp32 [T, H]."""
     (w13, w2), (s13, s2) = experts, shared
-    rows, units, count = len(hidden), sm_count(hidden.device), moe.topk + 1
+    rows, units, count = len(hidden), units_of(hidden.device), moe.topk + 1
 
     def sizes(part: str, one: WeightArgs, columns: int, matrices: int) -> RowTiling:
         default = row_tiling(columns, one.columns, matrices * rows, units)

@@ -20,31 +20,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import LayerKV, LayerSpec, Selection, StepPlan, Weight
-from ml4core_cuda.kernels.all_reduce_rms_norm import add_rms_norm
 from ml4core_cuda.kernels.attn_inputs import attn_inputs
 from ml4core_cuda.kernels.ffn import alike, moe_ffn, pair
 from ml4core_cuda.kernels.gemm import row_tiling
 from ml4core_cuda.kernels.latency_experts import expert_rows
-from ml4core_cuda.kernels.numeric import (
-    dependent,
-    let_next_begin,
-    narrow,
-    next_power,
-    sm_count,
-    wait_for_previous,
-    widen,
-)
-from ml4core_cuda.kernels.products import row_sum
-from ml4core_cuda.kernels.rms_norm import normed, warps_for
+from ml4core_cuda.kernels.products import TOGETHER, row_sum
 from ml4core_cuda.kernels.select_stage import select_stage
 from ml4core_cuda.kernels.sparse_mla import attended_parts
-from ml4core_cuda.kernels.weight_tiles import (
-    weight_args,
-    whole_scale,
-)
+from ml4core_triton.kernels.all_reduce_rms_norm import add_rms_norm
+from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
+from ml4core_triton.kernels.numeric import narrow, next_power, widen
+from ml4core_triton.kernels.rms_norm import normed, warps_for
+from ml4core_triton.kernels.target import units_of
+from ml4core_triton.kernels.weights import weight_args, whole_scale
 
 Weights = Mapping[str, Any]
 Call = Callable[..., tuple[Tensor, Tensor | None, Selection | None]]
+_TOGETHER = tl.constexpr(TOGETHER)
 _TILE = 8192
 """Numbers of joined parts that a program holds at a time."""
 
@@ -83,7 +75,7 @@ def _values_kernel(
 @triton.jit
 def _rows_kernel(
     x, data, scale, row_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr,
-    FORMAT: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    FORMAT: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A matrix [N, K] times each row, fp32: grid (tiles of N, T)."""
     let_next_begin(DEPENDENT)
@@ -91,7 +83,9 @@ def _rows_kernel(
     token = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     fits = rows < N
-    found = row_sum(x + token * K, data, scale, rows, fits, K, BN, BK, FORMAT, STAGES)
+    found = row_sum(
+        x + token * K, data, scale, rows, fits, K, BN, BK, FORMAT, STAGES, _TOGETHER, EVEN
+    )
     found = found * whole_scale(scale, row_scale, rows, fits, FORMAT, BN)
     tl.store(out + token * N + rows, found, mask=fits)
 
@@ -166,12 +160,13 @@ def attn_rows(w: Weights, layer: LayerSpec, parts: Tensor, lses: Tensor) -> Tens
     )  # fmt: skip
     wo: Weight = w["wo"]
     matrix = weight_args(wo)
-    plan = row_tiling(matrix.rows, matrix.columns, 1, sm_count(parts.device))
+    plan = row_tiling(matrix.rows, matrix.columns, 1, units_of(parts.device))
     out = torch.empty(len(values), matrix.rows, dtype=torch.float32, device=parts.device)
     _rows_kernel[(triton.cdiv(matrix.rows, plan.columns), len(values))](
         values, matrix.data, matrix.scale, matrix.row_scale, out, matrix.rows, matrix.columns,
-        BN=plan.columns, BK=plan.block, FORMAT=matrix.format, STAGES=plan.stages, DEPENDENT=True,
-        num_warps=plan.warps, **dependent(True),
+        BN=plan.columns, BK=plan.block, FORMAT=matrix.format, STAGES=plan.stages,
+        EVEN=matrix.columns % plan.block == 0, DEPENDENT=True, num_warps=plan.warps,
+        **dependent(True),
     )  # fmt: skip
     return out
 
@@ -190,6 +185,7 @@ def routed(
     _logits_kernel[(experts, rows)](
         out, residual, residual.stride(0), w["ffn_norm"].contiguous(), gate.contiguous(), summed,
         hidden, logits, width, experts, layer.norm_eps,
-        BLOCK=next_power(width), DEPENDENT=True, num_warps=warps_for(width), **dependent(True),
+        BLOCK=next_power(width), DEPENDENT=True, num_warps=warps_for(width, out.device),
+        **dependent(True),
     )  # fmt: skip
     return summed, hidden, logits

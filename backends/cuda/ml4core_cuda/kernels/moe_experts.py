@@ -23,20 +23,21 @@ from torch import Tensor
 from ml4core.api import Weight
 from ml4core_cuda.kernels.activations import Activation, activation
 from ml4core_cuda.kernels.expert_matrix import expert_matrix
-from ml4core_cuda.kernels.expert_order import ExpertOrder, expert_order
 from ml4core_cuda.kernels.moe_row import one_row
-from ml4core_cuda.kernels.numeric import narrow, next_power, sm_count
-from ml4core_cuda.kernels.products import CODES_BY_ROW, KIND_NAMES, tile_sum
-from ml4core_cuda.kernels.silu_mul import silu
+from ml4core_cuda.kernels.products import CODES_BY_ROW, KIND_NAMES, stages_within, tile_sum
 from ml4core_cuda.kernels.target import arch_of, device_name
-from ml4core_cuda.kernels.weight_tiles import (
+from ml4core_cuda.tuned import sizes_for
+from ml4core_triton.kernels.expert_order import ExpertOrder, expert_order
+from ml4core_triton.kernels.numeric import narrow, next_power
+from ml4core_triton.kernels.silu_mul import silu
+from ml4core_triton.kernels.target import units_of
+from ml4core_triton.kernels.weights import (
     FORMAT_NAMES,
     WeightArgs,
     is_fp4,
     weight_args,
     whole_scale,
 )
-from ml4core_cuda.tuned import sizes_for
 
 _BY_ROW = tl.constexpr(CODES_BY_ROW)
 
@@ -194,7 +195,7 @@ def moe_experts(
         return out
     first = first_expert or 0
     weights, ids = weights.contiguous(), ids.contiguous()
-    if takes_one_row(x, inner, outer, act):
+    if takes_one_row(x, act):
         one_row(x.contiguous(), inner, outer, None, weights, ids, first, out)
         return out
     each = each_choice(x, inner, outer, None, weights, ids, first, act)
@@ -205,9 +206,9 @@ def moe_experts(
     return out
 
 
-def takes_one_row(x: Tensor, w13: WeightArgs, w2: WeightArgs, act: str | None) -> bool:
-    """Whether ``moe_row`` serves: one row, as it is, and no FP4."""
-    return x.shape[0] == 1 and act is None and not (is_fp4(w13.format) or is_fp4(w2.format))
+def takes_one_row(x: Tensor, act: str | None) -> bool:
+    """Whether ``moe_row`` serves: one row, as it is."""
+    return x.shape[0] == 1 and act is None
 
 
 def each_choice(
@@ -225,7 +226,7 @@ def each_choice(
     """
     rows, topk = ids.shape
     experts = w13.matrices + (shared is not None)
-    inner, units, arch = w2.columns, sm_count(x.device), arch_of(x.device)
+    inner, units, arch = w2.columns, units_of(x.device), arch_of(x.device)
 
     def sizes(part: str, w: WeightArgs, columns: int, one: Activation) -> MoETiling:
         default = moe_tiling(rows, topk, experts, columns, units, is_fp4(w.format), arch)
@@ -262,7 +263,7 @@ def gated_product(
         x.stride, x.scale_stride, w13.scale_size,
         BN=plan.columns, BM=order.rows, FORMAT=w13.format, ACT=x.kind, WIDE=x.meets(w13),
         SHARED=shared is not None, ALIGNED=width % plan.columns == 0, num_warps=plan.warps,
-        num_stages=plan.stages,
+        num_stages=stages_within(plan.stages, plan.columns, order.rows, w13.data, x.data),
     )  # fmt: skip
 
 
@@ -281,7 +282,8 @@ def outer_product(
         order.order, order.tiles, out, w2.rows, w2.columns, w2.matrices, x.stride, x.scale_stride,
         w2.scale_size,
         BN=plan.columns, BM=order.rows, FORMAT=w2.format, ACT=x.kind, WIDE=x.meets(w2),
-        SHARED=shared is not None, num_warps=plan.warps, num_stages=plan.stages,
+        SHARED=shared is not None, num_warps=plan.warps,
+        num_stages=stages_within(plan.stages, plan.columns, order.rows, w2.data, x.data),
     )  # fmt: skip
 
 

@@ -6,18 +6,25 @@ of w2 of every choice, in their order, so that the weighted sum never leaves the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ml4core_cuda.kernels.expert_matrix import expert_matrix
 from ml4core_cuda.kernels.gemm import RowTiling, row_tiling
-from ml4core_cuda.kernels.numeric import narrow, sm_count
-from ml4core_cuda.kernels.products import row_sum
-from ml4core_cuda.kernels.silu_mul import silu
+from ml4core_cuda.kernels.products import APART, IN_TURN, TOGETHER, row_sum
 from ml4core_cuda.kernels.target import device_name
-from ml4core_cuda.kernels.weight_tiles import FORMAT_NAMES, WeightArgs, whole_scale
 from ml4core_cuda.tuned import sizes_for
+from ml4core_triton.kernels.numeric import narrow
+from ml4core_triton.kernels.silu_mul import silu
+from ml4core_triton.kernels.target import units_of
+from ml4core_triton.kernels.weights import FORMAT_NAMES, WeightArgs, whole_scale
+
+
+_APART, _IN_TURN = tl.constexpr(APART), tl.constexpr(IN_TURN)
+_TOGETHER = tl.constexpr(TOGETHER)
 
 
 @triton.jit
@@ -25,24 +32,31 @@ def _gated_row_kernel(
     x, data, scale, row_scale, shared, shared_scale, shared_row_scale, weights, ids, out, W, K,
     scale_size, first_expert, E,
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """silu(w1 x) * (w3 x) of each choice, out [topk, W]: grid (tiles of W, topk)."""
+    """silu(w1 x) * (w3 x) of each choice, out [topk, W]: grid (tiles of W, topk). ``WHOLE``: W is a
+    multiple of 128, and so of BN.
+    """
     choice = tl.program_id(1)
     expert = tl.load(ids + choice) - first_expert
     if (expert >= 0) & (expert < E + SHARED) & (tl.load(weights + choice) != 0):
-        rows = tl.program_id(0) * BN + tl.arange(0, BN)
-        fits = rows < W
+        # Rows of w1 and of w3 in turn, so that one loop reads both.
+        index = tl.arange(0, 2 * BN)
+        row = tl.program_id(0) * BN + index // 2
+        rows, fits = row + (index % 2) * W, row < W
         data, scale, row_scale = expert_matrix(
             data, scale, row_scale, shared, shared_scale, shared_row_scale, expert, E, 2 * W, K,
             scale_size, FORMAT, SHARED,
         )  # fmt: skip
-        gate = row_sum(x, data, scale, rows, fits, K, BN, BK, FORMAT, STAGES)
-        up = row_sum(x, data, scale, rows + W, fits, K, BN, BK, FORMAT, STAGES)
-        gate = gate * whole_scale(scale, row_scale, rows, fits, FORMAT, BN)
-        up = up * whole_scale(scale, row_scale, rows + W, fits, FORMAT, BN)
+        found = row_sum(
+            x, data, scale, rows, fits, K, 2 * BN, BK, FORMAT, STAGES,
+            _IN_TURN if WHOLE else _APART, EVEN,
+        )  # fmt: skip
+        found = found * whole_scale(scale, row_scale, rows, fits, FORMAT, 2 * BN)
+        gate, up = tl.split(tl.reshape(found, (BN, 2)))
         inner = narrow(silu(gate) * up, out.dtype.element_ty)
-        tl.store(out + choice * W + rows, inner, mask=fits)
+        column = tl.program_id(0) * BN + tl.arange(0, BN)
+        tl.store(out + choice * W + column, inner, mask=column < W)
 
 
 @triton.jit
@@ -50,7 +64,7 @@ def _outer_row_kernel(
     x, data, scale, row_scale, shared, shared_scale, shared_row_scale, weights, ids, out, H, K,
     scale_size, first_expert, E,
     TOPK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of w2 times x [topk, K], out [H]: grid (tiles of H,)."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -64,7 +78,10 @@ def _outer_row_kernel(
                 data, scale, row_scale, shared, shared_scale, shared_row_scale, expert, E, H, K,
                 scale_size, FORMAT, SHARED,
             )  # fmt: skip
-            found = row_sum(x + choice * K, matrix, scales, rows, fits, K, BN, BK, FORMAT, STAGES)
+            found = row_sum(
+                x + choice * K, matrix, scales, rows, fits, K, BN, BK, FORMAT, STAGES, _TOGETHER,
+                EVEN,
+            )  # fmt: skip
             found = found * whole_scale(scales, row_scales, rows, fits, FORMAT, BN)
             total += found * weight
     tl.store(out + rows, narrow(total, out.dtype.element_ty), mask=fits)
@@ -88,10 +105,12 @@ def one_row(
     """Fills ``out`` [1, H] with the experts ``ids`` [1, topk] of ``x`` [1, H]. With ``shared`` (its
     w13 and w2), id E is that expert.
     """
-    topk, units, name = ids.shape[1], sm_count(x.device), device_name(x.device)
+    topk, units, name = ids.shape[1], units_of(x.device), device_name(x.device)
 
     def sizes(part: str, w: WeightArgs, columns: int, matrices: int) -> RowTiling:
         default = row_tiling(columns, w.columns, matrices, units)
+        if part == "gated":  # two rows a column
+            default = replace(default, columns=max(2, default.columns // 2))
         shape = shape_key(FORMAT_NAMES[w.format], part, columns, w.columns, topk)
         return sizes_for("moe_row", name, shape, default)
 
@@ -103,12 +122,14 @@ def one_row(
         weights, ids, inner, w2.columns, w13.columns,
         w13.scale_size, first_expert, w13.matrices,
         BN=plan.columns, BK=plan.block, FORMAT=w13.format,
-        SHARED=int(shared is not None), STAGES=plan.stages, num_warps=plan.warps,
+        SHARED=int(shared is not None), STAGES=plan.stages, WHOLE=w2.columns % 128 == 0,
+        EVEN=w13.columns % plan.block == 0, num_warps=plan.warps,
     )  # fmt: skip
     plan = sizes("outer", w2, w2.rows, 1)
     _outer_row_kernel[(triton.cdiv(w2.rows, plan.columns),)](
         inner, w2.data, w2.scale, w2.row_scale, other2.data, other2.scale, other2.row_scale,
         weights, ids, out, w2.rows, w2.columns, w2.scale_size, first_expert, w2.matrices,
         TOPK=topk, BN=plan.columns, BK=plan.block, FORMAT=w2.format,
-        SHARED=int(shared is not None), STAGES=plan.stages, num_warps=plan.warps,
+        SHARED=int(shared is not None), STAGES=plan.stages, EVEN=w2.columns % plan.block == 0,
+        num_warps=plan.warps,
     )  # fmt: skip

@@ -1,9 +1,8 @@
 """``sparse_mla``: attention of absorbed queries over chosen slots of a latent cache.
 
-A program takes one row, a tile of its heads and a part of its keys; where there are too few of
-these for the device, keys are split further and the parts joined by ``merge_lse``. A tile has 16
-heads at least, which is the least that the matrix units take: below, its spare rows cost no bytes,
-and a row's keys are what decoding is about.
+Queries in bf16 over rows of 512 latents and 64 rope values meet in ``tile_mla``, on an architecture
+whose matrix units that form is for. All else does in ``attend_slots``: a tile there has 16 heads at
+least, which is the least that the matrix units take.
 """
 
 from __future__ import annotations
@@ -11,51 +10,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import KVCache
-from ml4core_cuda.kernels.attend import LOG2E, attend_keys, finished, product_dtype
-from ml4core_cuda.kernels.latents import E4M3, latent_rows, row_offsets
-from ml4core_cuda.kernels.merge_lse import merge
-from ml4core_cuda.kernels.numeric import (
-    dependent,
-    let_next_begin,
-    narrow,
-    next_power,
-    sm_count,
-    wait_for_previous,
-)
+from ml4core_cuda.kernels import tile_mla
 from ml4core_cuda.kernels.target import arch_of, device_name
 from ml4core_cuda.tuned import sizes_for
+from ml4core_triton.kernels import attend_slots
+from ml4core_triton.kernels.attend_slots import Plan
+from ml4core_triton.kernels.latents import LatentRows, latent_rows
+from ml4core_triton.kernels.merge_lse import merge
+from ml4core_triton.kernels.numeric import next_power
+from ml4core_triton.kernels.target import units_of
 
 
 @dataclass(frozen=True)
-class Tiling:
+class Tiling(attend_slots.Tiling):
     """Sizes of a launch.
 
     Attributes:
-        heads: heads of a tile.
-        keys: keys of a block.
-        splits: parts that a row's keys are cut into, if there are so many blocks.
+        form: 1 for ``tile_mla``, 0 for ``attend_slots``.
+        integers: in form 1, whether FP8 is decoded in integers, else by conversions.
+        fetch: in form 1, whether a later tile of keys is asked for ahead.
     """
 
-    heads: int
-    keys: int
-    splits: int
-    warps: int
-    stages: int
-
-    def cut(self, keys: int) -> tuple[int, int]:
-        """How many parts there are, and the keys of each: whole blocks."""
-        blocks = max(1, -(-keys // self.keys))
-        chunk = -(-blocks // max(1, min(self.splits, blocks))) * self.keys
-        return -(-max(keys, 1) // chunk), chunk
+    form: int = 0
+    integers: int = 0
+    fetch: int = 1
 
 
 def tiling(rows: int, heads: int, wide: bool, processors: int, arch: str = "sm_90") -> Tiling:
-    """The sizes for ``rows`` of ``heads``; a function of shapes alone.
+    """The sizes for ``rows`` of ``heads`` in form 0; a function of shapes alone.
 
     There is no tile of 32 heads: its accumulator doesn't fit the registers of the layout that the
     compiler gives it, and half a tile of 64 costs arithmetic, no bytes.
@@ -71,110 +56,25 @@ def tiling(rows: int, heads: int, wide: bool, processors: int, arch: str = "sm_9
     return Tiling(tile, block, max(1, processors // programs), warps, stages)
 
 
+def filled(rows: int, heads: int, processors: int) -> Tiling:
+    """The sizes in form 1.
+
+    Tiles of 64 heads have tiles of 64 keys: decoded keys and queries take two thirds of shared
+    memory. With fewer heads, keys are rows of the products, 128 for eight warps; of one row's keys
+    smaller tiles make more programs.
+    """
+    tile = 64 if heads > tile_mla.KEY_MAJOR_HEADS else max(16, next_power(heads))
+    programs = max(1, rows * -(-heads // tile))
+    splits = max(1, processors // programs)
+    if tile == 64:
+        keys = 32 if splits > 32 else 64
+        return Tiling(tile, keys, splits, 8, 1, form=1)
+    return Tiling(tile, 64 if splits > 16 else 128, splits, 8, 1, form=1)
+
+
 def shape_key(layout: str, rows: int, heads: int, keys: int) -> str:
     """The shape by which sizes are measured."""
     return f"{layout}, {heads} heads, {next_power(rows)} rows, {next_power(keys)} keys"
-
-
-@triton.jit
-def sparse_mla_kernel(
-    q,
-    rows,
-    cache_scale,
-    slots,
-    lens,
-    out,
-    lse,
-    softmax_factor,
-    keys,
-    all_slots,
-    splits,
-    chunk,
-    page_stride,
-    row_stride,
-    q_row_stride,
-    q_head_stride,
-    slots_stride,
-    out_split_stride,
-    lse_split_stride,
-    N: tl.constexpr,
-    KIND: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    BL: tl.constexpr,
-    BR: tl.constexpr,
-    HAS_ROPE: tl.constexpr,
-    BH: tl.constexpr,
-    BK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    let_next_begin(DEPENDENT)
-    wait_for_previous(DEPENDENT)
-    # Splits of one row stand together, so that its queries are read once into L2.
-    program = tl.program_id(0)
-    row = (program // splits).to(tl.int64)
-    split = program % splits
-    head = tl.program_id(1) * BH + tl.arange(0, BH)
-    column = tl.arange(0, BL)
-    q_row = q + row * q_row_stride + head[:, None] * q_head_stride
-    q_latent = tl.load(
-        q_row + column[None, :], mask=(head < N)[:, None] & (column < L)[None, :], other=0.0
-    )
-    q_latent = narrow(q_latent.to(tl.float32), DTYPE) if q_latent.dtype != DTYPE else q_latent
-    q_rope = q_latent
-    if HAS_ROPE:
-        tail = tl.arange(0, BR)
-        q_rope = tl.load(
-            q_row + L + tail[None, :], mask=(head < N)[:, None] & (tail < R)[None, :], other=0.0
-        )
-        q_rope = narrow(q_rope.to(tl.float32), DTYPE) if q_rope.dtype != DTYPE else q_rope
-    key_scale = 1.0
-    if KIND == E4M3:
-        key_scale = tl.load(cache_scale)
-    factor = softmax_factor * key_scale
-    top = tl.full((BH,), float("-inf"), tl.float32)
-    total = tl.zeros((BH,), tl.float32)
-    summed = tl.zeros((BH, BL), tl.float32)
-    first = split * chunk
-    last = tl.minimum(first + chunk, tl.minimum(tl.load(lens + row), keys))
-    for start in range(first, last, BK):
-        index = start + tl.arange(0, BK)
-        slot = tl.load(slots + row * slots_stride + index, mask=index < last, other=-1)
-        # Unsigned, where a negative one lies behind all: every register counts here.
-        place = slot.to(tl.uint32, bitcast=True)
-        valid = place < all_slots
-        offsets = row_offsets(tl.where(valid, place, 0), BLOCK_SIZE, page_stride, row_stride)
-        top, total, summed = attend_keys(
-            q_latent,
-            q_rope,
-            rows,
-            offsets,
-            valid,
-            valid[None, :],
-            factor,
-            top,
-            total,
-            summed,
-            KIND,
-            L,
-            R,
-            BH,
-            BK,
-            BL,
-            BR,
-            HAS_ROPE,
-        )
-    summed, own_lse = finished(top, total, summed)
-    summed = summed * key_scale
-    target = out + split * out_split_stride + (row * N + head[:, None]) * L + column[None, :]
-    tl.store(
-        target,
-        narrow(summed, out.dtype.element_ty),
-        mask=(head < N)[:, None] & (column < L)[None, :],
-    )
-    tl.store(lse + split * lse_split_stride + row * N + head, own_lse, mask=head < N)
 
 
 def sparse_mla(
@@ -187,8 +87,11 @@ def sparse_mla(
     in fp32. ``ValueError`` for a layout that isn't read.
     """
     count, heads, _ = q.shape
-    parts, lses = attended_parts(q, cache, slots, lens, scale)
-    out, lse = (parts[0], lses[0]) if len(parts) == 1 else merge(parts, lses, q.dtype)
+    parts, lses, joined = _parts(q, cache, slots, lens, scale)
+    if len(parts) == 1:
+        out, lse = parts[0], lses[0]
+    else:
+        out, lse = merge(parts, lses, q.dtype, ahead=joined)
     return out.view(count, heads, -1), lse.view(count, heads)
 
 
@@ -200,73 +103,55 @@ def attended_parts(
 
     ``ahead``: the launch may begin before the end of the one before it.
     """
-    rows = latent_rows(cache)
-    count, heads, width = q.shape
-    if width not in (rows.latent, rows.latent + rows.rope):
-        raise ValueError(
-            f"queries have {width} values; keys of {cache.layout.id!r} have {rows.latent} and "
-            f"{rows.rope} of rope"
-        )
-    if q.stride(-1) != 1:
-        q = q.contiguous()
-    if slots.stride(-1) != 1:
-        slots = slots.contiguous()
-    dtype = product_dtype(q, rows.rows)
-    keys = slots.shape[1]
-    wide, device = dtype == torch.float32, q.device
-    sizes = tiling(count, heads, wide, sm_count(device), arch_of(device))
-    if not wide:
-        shape = shape_key(cache.layout.id, count, heads, keys)
-        sizes = sizes_for("sparse_mla", device_name(device), shape, sizes)
-    splits, chunk = sizes.cut(keys)
-    alone = splits == 1
-    parts = torch.empty(
-        splits,
-        count * heads,
-        rows.latent,
-        dtype=q.dtype if alone else torch.float32,
-        device=q.device,
-    )
-    lses = torch.empty(splits, count * heads, dtype=torch.float32, device=q.device)
-    if count:
-        sparse_mla_kernel[(count * splits, -(-heads // sizes.heads))](
-            q,
-            rows.rows,
-            rows.scale,
-            slots,
-            lens.contiguous(),
-            parts,
-            lses,
-            scale * LOG2E,
-            keys,
-            cache.blocks * cache.block_size,
-            splits,
-            chunk,
-            rows.page_stride,
-            rows.row_stride,
-            q.stride(0),
-            q.stride(1),
-            slots.stride(0),
-            parts.stride(0),
-            lses.stride(0),
-            N=heads,
-            KIND=rows.kind,
-            L=rows.latent,
-            R=rows.rope,
-            BL=max(16, next_power(rows.latent)),
-            BR=max(16, next_power(rows.rope)),
-            HAS_ROPE=width > rows.latent,
-            BH=sizes.heads,
-            BK=sizes.keys,
-            BLOCK_SIZE=cache.block_size,
-            DTYPE=triton_dtype(dtype),
-            num_warps=sizes.warps,
-            DEPENDENT=ahead,
-            num_stages=sizes.stages,
-            **dependent(ahead),
-        )
+    parts, lses, _ = _parts(q, cache, slots, lens, scale, ahead)
     return parts, lses
 
 
-def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    return tl.float32 if dtype == torch.float32 else tl.bfloat16
+def _parts(
+    q: Tensor, cache: KVCache, slots: Tensor, lens: Tensor, scale: float, ahead: bool = False
+) -> tuple[Tensor, Tensor, bool]:
+    """The parts, and whether the launch lets the next one come up."""
+    keys = slots.shape[1]
+    sizes = _sizes(q, cache, keys)
+    if not sizes.form:
+        plan = _plan(sizes)
+        found = attend_slots.attended_parts(q, cache, slots, lens, scale, keys, plan, ahead=ahead)
+        return *found, ahead
+    found = tile_mla.launch(
+        q if q.stride(-1) == 1 else q.contiguous(),
+        cache,
+        latent_rows(cache),
+        slots if slots.stride(-1) == 1 else slots.contiguous(),
+        lens,
+        scale,
+        sizes.cut(keys),
+        heads=sizes.heads,
+        keys=sizes.keys,
+        warps=sizes.warps,
+        integers=bool(sizes.integers),
+        fetch=bool(sizes.fetch),
+        ahead=ahead,
+    )
+    return *found, True
+
+
+def _sizes(q: Tensor, cache: KVCache, keys: int) -> Tiling:
+    count, heads, _ = q.shape
+    arch, units = arch_of(q.device), units_of(q.device)
+    wide = torch.float32 in (q.dtype, cache.parts[0].dtype)
+    sizes = tiling(count, heads, wide, units, arch)
+    if arch == "sm_90" and tile_mla.serves(q, latent_rows(cache)):
+        sizes = filled(count, heads, units)
+    if wide:
+        return sizes
+    shape = shape_key(cache.layout.id, count, heads, keys)
+    found = sizes_for("sparse_mla", device_name(q.device), shape, sizes)
+    # Sizes of form 1 are measured with what it serves; the shape doesn't tell all of that.
+    return found if found.form <= sizes.form else sizes
+
+
+def _plan(sizes: Tiling) -> Plan:
+    def plan(rows: LatentRows, wide: bool, codes: bool) -> Tiling:
+        return sizes
+
+    return plan

@@ -1,27 +1,27 @@
-"""The architecture that a launch is for."""
+"""The architectures of this backend, and the devices that sizes are measured on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from types import MappingProxyType
 
 import torch
 
+from ml4core_triton.kernels import target
+from ml4core_triton.kernels.target import Target, target_of
+
 AHEAD_NAMES: Mapping[str, str] = MappingProxyType({"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200"})
 """The devices whose measured sizes are compiled ahead."""
 
-_AHEAD: ContextVar[str] = ContextVar("ahead", default="sm_90")
+_UNITS = 132
+"""Multiprocessors of an H200, for launches that are compiled ahead."""
 
 
 def arch_of(device: torch.device) -> str:
     """``sm_90`` or the like, of a GPU; elsewhere what is compiled for, see ``ahead``."""
-    if device.type != "cuda":
-        return _AHEAD.get()
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    return target_of(device).arch or "sm_90"
 
 
 def device_name(device: torch.device) -> str:
@@ -30,7 +30,7 @@ def device_name(device: torch.device) -> str:
     """
     if device.type == "cuda":
         return _name(device.index or 0)
-    return "" if device.type == "cpu" else AHEAD_NAMES.get(_AHEAD.get(), "")
+    return "" if device.type == "cpu" else AHEAD_NAMES.get(arch_of(device), "")
 
 
 @cache
@@ -38,11 +38,6 @@ def _name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 
 
-@contextmanager
-def ahead(arch: str) -> Iterator[None]:
+def ahead(arch: str) -> AbstractContextManager[None]:
     """While it lasts, launches without a GPU are those of this architecture."""
-    token = _AHEAD.set(arch)
-    try:
-        yield
-    finally:
-        _AHEAD.reset(token)
+    return target.ahead(Target(arch, _UNITS))

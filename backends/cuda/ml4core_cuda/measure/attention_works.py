@@ -14,10 +14,8 @@ from ml4core.api import KVCache
 from ml4core.api.known_layouts import index_layout, latent_layout
 from ml4core_cuda.kernels import indexer_logits as logits
 from ml4core_cuda.kernels import sparse_mla as sparse
-from ml4core_cuda.kernels import topk as top
-from ml4core_cuda.kernels import window_mla as window
-from ml4core_cuda.kernels.indexer_write import indexer_write
-from ml4core_cuda.kernels.kv_write import kv_write
+from ml4core_cuda.kernels.topk import choose
+from ml4core_cuda.kernels.window_mla import window_mla
 from ml4core_cuda.measure import peers, sizes
 from ml4core_cuda.measure.judges import (
     attention_error,
@@ -28,6 +26,10 @@ from ml4core_cuda.measure.judges import (
     write_error,
 )
 from ml4core_cuda.measure.work import Draw, Inputs, Work
+from ml4core_triton.kernels import topk as top
+from ml4core_triton.kernels import window_mla as window
+from ml4core_triton.kernels.indexer_write import indexer_write
+from ml4core_triton.kernels.kv_write import kv_write
 
 BLOCK = 64
 """Tokens a page."""
@@ -140,7 +142,7 @@ def _window(small: bool) -> Iterator[Work]:
                 make, layout=layout, requests=requests, each=each, heads=heads, seen=seen,
                 pages=pages, wide=wide,
             ),
-            window.window_mla,
+            window_mla,
             window_error,
             requests * min(seen, wide or seen) * latent_layout(layout).bytes_per_token,
             tuned=[
@@ -206,7 +208,7 @@ def _topk(small: bool) -> Iterator[Work]:
                 f"topk of {columns} {rows} rows",
                 "topk",
                 partial(make, columns=columns, rows=rows),
-                top.choose,
+                choose,
                 topk_error,
                 rows * (columns * 4 + k * 8),
                 0,

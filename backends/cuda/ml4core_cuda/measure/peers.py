@@ -17,7 +17,7 @@ from ml4core.api import KVCache, Weight
 from ml4core_cuda.kernels import flash_mla
 from ml4core_cuda.kernels.deep_gemm import deep_gemm
 from ml4core_cuda.kernels.flashinfer import flashinfer
-from ml4core_cuda.kernels.numeric import sm_count
+from ml4core_triton.kernels.target import units_of
 
 Call = Callable[[], Any]
 
@@ -61,7 +61,7 @@ def deep_gemm_logits(
     error: Exception | None = None
     for lens in (visible.view(rows, 1), visible):
         try:
-            plan = module.get_paged_mqa_logits_metadata(lens, cache.block_size, sm_count(q.device))
+            plan = module.get_paged_mqa_logits_metadata(lens, cache.block_size, units_of(q.device))
             if hasattr(module, "fp8_paged_mqa_logits"):
                 function = module.fp8_paged_mqa_logits
                 given: Any = codes

@@ -15,16 +15,16 @@ from ml4core.api import Weight
 from ml4core_cuda.kernels import gemm as products
 from ml4core_cuda.kernels import moe_experts as experts
 from ml4core_cuda.kernels import moe_row
-from ml4core_cuda.kernels.all_reduce_rms_norm import add_rms_norm
 from ml4core_cuda.kernels.gemm import gemm
 from ml4core_cuda.kernels.head_gemm import head_gemm
 from ml4core_cuda.kernels.moe_experts import moe_experts
-from ml4core_cuda.kernels.router import router
-from ml4core_cuda.kernels.sample import sample
 from ml4core_cuda.measure import peers, sizes
 from ml4core_cuda.measure.decoding import decoded
 from ml4core_cuda.measure.judges import far_off
 from ml4core_cuda.measure.work import BF16_RATE, FP8_RATE, Draw, Inputs, Work
+from ml4core_triton.kernels.all_reduce_rms_norm import add_rms_norm
+from ml4core_triton.kernels.router import router
+from ml4core_triton.kernels.sample import sample
 
 _H, _E, _TOPK = 6144, 128, 4
 _BITS = {"fp8_block": 8 + 32 / 128**2, "fp8_tensor": 8.0, "nvfp4": 4.5, "mxfp4": 4.25, "bf16": 16.0}

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from ml4core.api import AttnInputs, LayerKV, LayerSpec, Selection, StepPlan
-from ml4core_cuda.kernels.all_reduce_rms_norm import add_rms_norm
 from ml4core_cuda.kernels.attn_inputs import attn_inputs
 from ml4core_cuda.kernels.ffn import moe_ffn
 from ml4core_cuda.kernels.gemm import gemm
 from ml4core_cuda.kernels.head_gemm import head_gemm
-from ml4core_cuda.kernels.indexer_write import indexer_write
-from ml4core_cuda.kernels.kv_write import kv_write
-from ml4core_cuda.kernels.layer_norm import layer_norm
-from ml4core_cuda.kernels.rms_norm import rms_norm
-from ml4core_cuda.kernels.rope import rope
 from ml4core_cuda.kernels.select_stage import select_stage
 from ml4core_cuda.kernels.sparse_mla import sparse_mla
-from ml4core_cuda.kernels.ssmax import ssmax
+from ml4core_triton.kernels.all_reduce_rms_norm import add_rms_norm
+from ml4core_triton.kernels.indexer_write import indexer_write
+from ml4core_triton.kernels.kv_write import kv_write
+from ml4core_triton.kernels.layer_norm import layer_norm
+from ml4core_triton.kernels.rms_norm import rms_norm
+from ml4core_triton.kernels.rope import rope
+from ml4core_triton.kernels.ssmax import ssmax
 
 Weights = Mapping[str, Any]
 

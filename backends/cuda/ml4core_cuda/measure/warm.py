@@ -12,11 +12,12 @@ from itertools import chain
 
 import torch
 
-from ml4core_cuda.aot import Case, Launch, launches, specialised
+from ml4core_cuda.aot import launches
 from ml4core_cuda.measure.suite import chosen
 from ml4core_cuda.measure.words import DEFAULTS_DONE
 from ml4core_cuda.measure.work import Work
 from ml4core_cuda.tuned import forced
+from ml4core_triton.aot import Ahead, Case, Launch, key_of
 
 
 def main(share: int, shares: int, parts: str, arch: str) -> None:
@@ -30,7 +31,7 @@ def main(share: int, shares: int, parts: str, arch: str) -> None:
 def _each(found: Iterator[Launch], share: int, shares: int) -> Iterator[Launch]:
     seen: set[str] = set()
     for launch in found:
-        key = repr((launch.name, *map(str, specialised(launch)), sorted(launch.options.items())))
+        key = key_of(launch, near=False)
         if key not in seen:
             seen.add(key)
             if len(seen) % shares == share:
@@ -59,30 +60,11 @@ def _of(work: Work, arch: str) -> list[Launch]:
         return []
 
 
-class _Ahead:
-    """A driver of the architecture without its device: triton then makes the keys that it would
-    look for there.
-    """
-
-    def __init__(self, arch: str) -> None:
-        self._capability = int(arch.removeprefix("sm_"))
-
-    def get_current_target(self) -> object:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self._capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def _compile(found: Iterator[Launch], arch: str) -> None:
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    driver.set_active(_Ahead(arch))
+    driver.set_active(Ahead(GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)))
     for launch in found:
         try:
             launch.kernel.run(grid=(1, 1, 1), warmup=True, **launch.arguments, **launch.options)

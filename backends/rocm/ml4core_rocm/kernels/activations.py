@@ -18,30 +18,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ml4core_rocm.kernels.numeric import (
+from ml4core_rocm.kernels.products import BY_BLOCK, BY_ROW, GROUPS_FP4, GROUPS_FP8, PLAIN
+from ml4core_rocm.kernels.target import fp8_products, scales_in_products
+from ml4core_triton.kernels.fp8 import fp8_code, fp8_value
+from ml4core_triton.kernels.numeric import (
     e2m1,
     e8m0,
     finite_size,
-    fp8_code,
-    fp8_value,
     narrow,
     power_of_two,
     rows_of,
     widen,
 )
-from ml4core_rocm.kernels.products import BY_BLOCK, BY_ROW, GROUPS_FP4, GROUPS_FP8, PLAIN
-from ml4core_rocm.kernels.target import fp8_products, scales_in_products
-from ml4core_rocm.kernels.weight_tiles import (
-    BF16,
-    FP8_BLOCK,
-    FP8_TENSOR,
-    FP32,
-    MXFP4,
-    WeightArgs,
-)
+from ml4core_triton.kernels.quantize import e2m1_code
+from ml4core_triton.kernels.quantized_rows import by_block, by_row
+from ml4core_triton.kernels.weights import BF16, FP8_BLOCK, FP8_TENSOR, FP32, MXFP4, WeightArgs
 
 ACTS = ("fp8_block", "fp8_tensor", "mxfp4", "mxfp8")
-BLOCK = 128
 GROUP = 32
 
 _KINDS: Mapping[str, int] = MappingProxyType(
@@ -53,7 +46,6 @@ _KINDS: Mapping[str, int] = MappingProxyType(
     }
 )
 
-_BLOCK = tl.constexpr(BLOCK)
 _EVEN = tl.constexpr(0x200000)
 """What the even rule adds to the bits of a group's largest magnitude: fractions from 1.75 carry."""
 _ROUNDUP = tl.constexpr(0x1FFFFF)
@@ -75,54 +67,9 @@ class Quantized:
 
 
 @triton.jit
-def e2m1_code(x):
-    """Codes int32 0..15 of fp32: to nearest, ties to even, saturating; NaN is +6."""
-    size = tl.abs(x)
-    # 7 less one for each step not reached: NaN passes no comparison.
-    code = 7 - (size <= 0.25).to(tl.int32) - (size < 0.75).to(tl.int32)
-    code = code - (size <= 1.25).to(tl.int32) - (size < 1.75).to(tl.int32)
-    code = code - (size <= 2.5).to(tl.int32) - (size < 3.5).to(tl.int32)
-    code = code - (size <= 5.0).to(tl.int32)
-    negative = (x.to(tl.int32, bitcast=True) < 0) & (x == x)
-    return code | (negative.to(tl.int32) << 3)
-
-
-@triton.jit
 def _power_below(exponent):
     """2**-exponent in fp32 for exponents -127..127."""
     return tl.where(exponent >= 127, 5.877471754111438e-39, power_of_two(-exponent))
-
-
-@triton.jit
-def _block_kernel(x, data, scale, K, x_row, BLOCKS: tl.constexpr):
-    """Codes and scales of 128-column blocks: grid (T, groups of blocks)."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    columns = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    fits = columns < K
-    value = widen(tl.load(x + row * x_row + columns, mask=fits, other=0.0))
-    each = tl.div_rn(tl.maximum(tl.max(finite_size(value), axis=1), 1e-10), 448.0)
-    code = fp8_code(tl.div_rn(value, tl.broadcast_to(each[:, None], value.shape)), False)
-    tl.store(data + row * K + columns, code, mask=fits)
-    tl.store(scale + row * tl.cdiv(K, _BLOCK) + block, each, mask=block < tl.cdiv(K, _BLOCK))
-
-
-@triton.jit
-def _row_kernel(x, data, scale, K, x_row, BLOCK: tl.constexpr):
-    """Codes and the scale of a row: grid (T,)."""
-    row = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, K, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = widen(tl.load(x + row * x_row + at, mask=at < K, other=0.0))
-        largest = tl.maximum(largest, finite_size(value))
-    each = tl.div_rn(tl.maximum(tl.max(largest, axis=0), 1e-10), 448.0)
-    for start in range(0, K, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = widen(tl.load(x + row * x_row + at, mask=at < K, other=0.0))
-        code = fp8_code(tl.div_rn(value, tl.zeros_like(value) + each), False)
-        tl.store(data + row * K + at, code, mask=at < K)
-    tl.store(scale + row, each)
 
 
 @triton.jit
@@ -184,15 +131,9 @@ def quantized(x: Tensor, act: str) -> Quantized:
         return torch.empty(rows, count, dtype=torch.uint8, device=x.device)
 
     if act == "fp8_block":
-        blocks = triton.cdiv(width, BLOCK)
-        found = Quantized(act, codes(width), torch.empty(rows, blocks, device=x.device))
-        if rows:
-            grid = (rows, triton.cdiv(blocks, 8))
-            _block_kernel[grid](x, found.data, found.scale, width, x.stride(0), BLOCKS=8)
+        found = Quantized(act, *by_block(x))
     elif act == "fp8_tensor":
-        found = Quantized(act, codes(width), torch.empty(rows, device=x.device))
-        if rows:
-            _row_kernel[(rows,)](x, found.data, found.scale, width, x.stride(0), BLOCK=1024)
+        found = Quantized(act, *by_row(x))
     else:
         fp4 = act == "mxfp4"
         found = Quantized(act, codes(width // 2 if fp4 else width), codes(width // GROUP))

@@ -1,22 +1,22 @@
 """AITER's all-reduce over peer memory: for what its window takes; the group's own for the rest.
 
 ``AITER_CUSTOM_AR_MAX_SIZE`` is read as the library reads it: absent 64 MiB, 0 turns it off, and
-what isn't a number, is negative or beyond its pool counts as absent.
+what isn't a number, is negative or beyond its pool counts as absent. Of prompts it takes half of
+its pool at most, as its sum in two stages uses twice a message. No decode is as large, so that the
+bound holds for all here, and callers need not tell what a step is made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from os import environ
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ml4core.api import Refusal
+from ml4core_rocm.aiter_functions import load
 
-WORLDS = (2, 4, 6, 8)
 DEFAULT_BYTES = 64 << 20
 POOL_BYTES = 1 << 30
 MAX_SIZE, MIN_SIZE = "AITER_CUSTOM_AR_MAX_SIZE", "AITER_CUSTOM_AR_MIN_SIZE"
@@ -29,41 +29,36 @@ def window(environment: Mapping[str, str] = environ) -> tuple[int, int]:
     if most > POOL_BYTES:
         most = DEFAULT_BYTES
     least = _number(environment.get(MIN_SIZE), 0)
-    return (least, most) if most else (0, 0)
-
-
-def refusals(world: int, hosts: int = 1) -> tuple[Refusal, ...]:
-    """Why a group can't have it."""
-    found = []
-    if world not in WORLDS:
-        worlds = ", ".join(map(str, WORLDS))
-        reason = f"AITER's all-reduce is made for {worlds} ranks, not for {world}"
-        found.append(Refusal("rocm", "all-reduce", reason, "the collectives of torch"))
-    if hosts > 1:
-        reason = f"AITER's all-reduce reaches peers of one host; the group spans {hosts}"
-        found.append(Refusal("rocm", "all-reduce", reason, "the collectives of torch"))
-    if not window()[1]:
-        reason = f"{MAX_SIZE} is 0, which turns AITER's all-reduce off"
-        found.append(Refusal("rocm", "all-reduce", reason, f"{MAX_SIZE} unset"))
-    return tuple(found)
+    return (least, min(most, POOL_BYTES // 2)) if most else (0, 0)
 
 
 def takes(x: Tensor, window: tuple[int, int]) -> bool:
     """Whether a tensor is of a size and form that the kernel moves."""
     size = x.numel() * x.element_size()
-    return x.is_contiguous() and size % _UNIT == 0 and window[0] < size <= window[1]
+    return size % _UNIT == 0 and window[0] < size <= window[1] and weakly_contiguous(x)
+
+
+def weakly_contiguous(x: Tensor) -> bool:
+    """Whether the elements lie side by side, in whatever order of axes; those of another order than
+    the axes' have to reach to the end of their storage, as the library looks at that.
+    """
+    if x.is_contiguous():
+        return True
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    left = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+    return x.permute(order).is_contiguous() and left == x.numel() * x.element_size()
 
 
 class AiterAllReduce:
-    """The sum of a tensor over a group's ranks, fresh on each. Made on every rank at once.
+    """The sum of a tensor over a group's ranks, fresh on each. Made on every rank at once, over a
+    group of the host (gloo), by which the library exchanges handles.
 
     While the library warms a graph up it gives zeros and exchanges nothing, so that this is no
     barrier there.
     """
 
     def __init__(self, group: Any, device: torch.device, otherwise: Callable[[Tensor], Tensor]):
-        module: Any = import_module("aiter.dist.device_communicators.custom_all_reduce")
-        self._reduce = module.CustomAllreduce(group, device, max_size=POOL_BYTES)
+        self._reduce = load("CustomAllreduce")(group, device, max_size=POOL_BYTES)
         self._otherwise = otherwise
         self._window = window()
 

@@ -53,31 +53,34 @@ def paged_scores(
     return out
 
 
-def gathered_scores(
+def gathered_keys(
+    cache: KVCache, block_table: Tensor, starts: Tensor, total: int, longest: int
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of requests' keys, gathered one request after the other from ``starts``
+    int32 [R + 1] on: float8_e4m3fn [total, D] and fp32 [total].
+    """
+    codes, scales = gather_index_keys(cache, block_table, starts, total, longest)
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def run_scores(
     q: Tensor,
     weights: Tensor,
     scale: float,
-    cache: KVCache,
-    block_table: Tensor,
-    starts: Tensor,
-    row_request: Tensor,
-    visible: Tensor,
-    total: int,
-    longest: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores fp32 [T, total] of queries [T, Hi, D] over the keys of all requests, gathered one
-    request after the other from ``starts`` int32 [R + 1] on, and where each row's run begins and
-    ends, int32 [T]. ``ValueError`` for heads or widths that are no powers of two.
+    keys: tuple[Tensor, Tensor],
+    begins: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """Scores fp32 [T, total] of queries [T, Hi, D] over ``gathered_keys``, of which row t sees
+    begins[t] to ends[t] - 1, int32 [T]. ``ValueError`` for heads or widths that are no powers of
+    two.
     """
     heads, width = q.shape[1:]
     if heads & (heads - 1) or width & (width - 1):
         raise ValueError(f"AITER scores powers of two of heads and values, got {heads} and {width}")
-    codes, scales = gather_index_keys(cache, block_table, starts, total, longest)
     own, factor = index_queries(q, weights, scale)
-    begins = starts[row_request].to(torch.int32)
-    ends = begins + visible
-    fp8 = torch.float8_e4m3fn
-    scores = load("fp8_mqa_logits")(
-        own.view(fp8), codes.view(fp8), scales, factor, begins, ends, clean_logits=False
+    codes, scales = keys
+    found: Tensor = load("fp8_mqa_logits")(
+        own.view(torch.float8_e4m3fn), codes, scales, factor, begins, ends, clean_logits=False
     )
-    return scores, begins, ends
+    return found

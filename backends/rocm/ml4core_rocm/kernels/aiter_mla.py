@@ -20,7 +20,9 @@ from torch import Tensor
 
 from ml4core.api import KVCache, LayerKV, LayerSpec, Selection, StepPlan
 from ml4core_rocm.aiter_functions import load
-from ml4core_rocm.kernels.target import arch_of, compute_units
+from ml4core_rocm.kernels.slot_streams import Streams, starts_of, stream_at
+from ml4core_rocm.kernels.target import arch_of
+from ml4core_triton.kernels.target import units_of
 
 WIDTH = 576
 LATENT = 512
@@ -55,11 +57,13 @@ def padded_heads(heads: int) -> int:
     return -(-heads // 16) * 16
 
 
-def plan_mla(lens: Tensor, topk: int, heads: int, q_dtype: torch.dtype, kv: torch.dtype) -> MlaPlan:
-    """The plan for rows of ``lens`` int32 [T] keys, ``topk`` at most."""
-    rows, device = lens.shape[0], lens.device
+def plan_mla(
+    starts: Tensor, topk: int, heads: int, q_dtype: torch.dtype, kv: torch.dtype
+) -> MlaPlan:
+    """The plan for rows of ``topk`` keys at most, which begin at ``starts`` int32 [T + 1]."""
+    rows, device = starts.shape[0] - 1, starts.device
     padded = padded_heads(heads)
-    splits = min(_power_from(topk // _KEYS_EACH), compute_units(device))
+    splits = min(_power_from(topk // _KEYS_EACH), units_of(device))
     described = load("get_mla_metadata_info_v1")(
         rows, 1, padded, q_dtype, kv,
         is_sparse=True, fast_mode=True, num_kv_splits=splits, max_split_per_batch=splits,
@@ -67,8 +71,6 @@ def plan_mla(lens: Tensor, topk: int, heads: int, q_dtype: torch.dtype, kv: torc
     meta, work_indptr, work_info, reduce_indptr, final_map, partial_map = (
         torch.empty(shape, dtype=dtype, device=device) for shape, dtype in described
     )
-    starts = lens.new_zeros(rows + 1)
-    starts[1:] = lens.cumsum(0)
     query_start = torch.arange(rows + 1, dtype=torch.int32, device=device)
     last_page = torch.ones(rows, dtype=torch.int32, device=device)
     # Not the order in which the arrays were described: work_info goes before work_indptr.
@@ -170,11 +172,11 @@ def sparse_mla(
     cache is taken out first, as the kernel would attend to it. ``ValueError`` for anything else.
     """
     slots, lens = packed(slots, lens, cache.blocks * cache.block_size)
-    plan = plan_for(q, cache, lens, slots.shape[1])
+    plan = plan_for(q, cache, starts_of(lens), slots.shape[1])
     return decode(q, cache, plan, stream_at(slots, lens, plan.starts), lens, scale)
 
 
-def plan_for(q: Tensor, cache: KVCache, lens: Tensor, topk: int) -> MlaPlan:
+def plan_for(q: Tensor, cache: KVCache, starts: Tensor, topk: int) -> MlaPlan:
     """``plan_mla`` for these queries [T, N, W]. ``ValueError`` for what no kernel exists for."""
     heads, width = q.shape[1:]
     if q.dtype != torch.bfloat16 or heads > MAX_HEADS or width not in (LATENT, WIDTH):
@@ -187,7 +189,7 @@ def plan_for(q: Tensor, cache: KVCache, lens: Tensor, topk: int) -> MlaPlan:
     if fp8 is not None and wanted.get(arch_of(q.device)) not in (None, fp8):
         raise ValueError(f"{arch_of(q.device)} doesn't read caches of {cache.layout.id!r}")
     kv = fp8 or torch.bfloat16
-    return plan_mla(lens, topk, heads, fp8 or q.dtype, kv)
+    return plan_mla(starts, topk, heads, fp8 or q.dtype, kv)
 
 
 def packed(slots: Tensor, lens: Tensor, all_slots: int) -> tuple[Tensor, Tensor]:
@@ -200,21 +202,6 @@ def packed(slots: Tensor, lens: Tensor, all_slots: int) -> tuple[Tensor, Tensor]
     count = valid.sum(1, dtype=torch.int32)
     front = slots.gather(1, order)
     return torch.where(column < count.unsqueeze(1), front, -1), count
-
-
-def stream_at(slots: Tensor, lens: Tensor, starts: Tensor) -> Tensor:
-    """The stream int32 [T k] in which each row's slots, int32 [T, k] packed in front, begin where
-    ``starts`` int32 [T + 1] says. A row with fewer than were planned, as NaN among its scores
-    leaves it, reads slot 0 of the null page for the rest, and shifts no other row.
-    """
-    rows, keys = slots.shape
-    column = torch.arange(keys, dtype=torch.int32, device=slots.device)
-    planned = column < (starts[1:] - starts[:-1]).unsqueeze(1)
-    # What isn't planned goes behind all, where no row looks.
-    place = (starts[:-1].unsqueeze(1) + column).where(planned, rows * keys).long()
-    stream = slots.new_zeros(rows * keys + 1)
-    stream.scatter_(0, place.flatten(), slots.where(column < lens.unsqueeze(1), 0).flatten())
-    return stream[:-1]
 
 
 class SparseMlaStage:
@@ -235,37 +222,30 @@ class SparseMlaStage:
         return decode(q, kv.latent, mla, stream, selection.lens, self._scale)
 
 
-class StepPlans:
-    """The plan and the stream of the forward that runs; of the one before nothing is kept.
+class StepPlans(Streams):
+    """The plans and the stream of the forward that runs; of the one before nothing is kept.
 
-    A plan depends on the rows' lengths, which are those of every selection of a step: how many keys
-    a row sees, at most top-k. A forward ends where its step is over, or where the cache of its
-    first layer comes by again: one step runs twice where a graph is warmed up and captured, and
-    what the graph holds has to be made in it.
+    A plan depends on where the rows begin in the stream alone, so on their lengths, clamped at
+    top-k. It is made on the device, in the step, and told to no host: once for all layers of a
+    count of heads and a layout.
     """
 
     def __init__(self) -> None:
-        self._step: StepPlan | None = None
-        self._first: KVCache | None = None
+        super().__init__()
         self._plans: dict[Any, MlaPlan] = {}
-        self._selection: Selection | None = None
-        self._stream: Tensor | None = None
+
+    def _forget(self) -> None:
+        self._plans = {}
 
     def of(
         self, step: StepPlan, cache: KVCache, q: Tensor, selection: Selection
     ) -> tuple[MlaPlan, Tensor]:
         """Those for queries [T, N, W] of a layer over its selection."""
-        if self._step is not step or self._first is cache:
-            self._step, self._first = step, cache
-            self._plans, self._selection = {}, None
+        starts, stream = self.stream(step, cache, selection)
         key = (q.shape[1], cache.layout.id)
         if key not in self._plans:
-            self._plans[key] = plan_for(q, cache, selection.lens, selection.slots.shape[1])
-        plan = self._plans[key]
-        if self._stream is None or self._selection is not selection:
-            self._selection = selection
-            self._stream = stream_at(selection.slots, selection.lens, plan.starts)
-        return plan, self._stream
+            self._plans[key] = plan_for(q, cache, starts, selection.slots.shape[1])
+        return self._plans[key], stream
 
 
 def stage(layer: LayerSpec, shared: StepPlans) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import KVCache
-from ml4core_rocm.kernels.keys import index_keys, key_scales, key_tile
-from ml4core_rocm.kernels.numeric import next_power
+from ml4core_triton.kernels.keys import index_keys, key_scales, key_tile
+from ml4core_triton.kernels.numeric import next_power
 
 _ROWS = 32
 
@@ -53,7 +53,7 @@ def gather_index_keys_kernel(
     row = (begin + position).to(tl.int64)
     mask = fits[:, None] & (column < D)[None, :]
     tl.store(codes + row[:, None] * D + column[None, :], stored, mask)
-    tl.store(scales + row, key_scales(pages, offset, inside, known, D, BLOCK_SIZE), fits)
+    tl.store(scales + row, key_scales(pages, offset, inside, known, KIND, D, BLOCK_SIZE), fits)
 
 
 def gather_index_keys(

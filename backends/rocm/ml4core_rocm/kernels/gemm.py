@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import Weight
-from ml4core_rocm.kernels.activations import activation
-from ml4core_rocm.kernels.numeric import narrow, next_power
+from ml4core_rocm.kernels.activations import Activation, activation
 from ml4core_rocm.kernels.products import BY_ROW, tile_sum
-from ml4core_rocm.kernels.target import compute_units
-from ml4core_rocm.kernels.weight_tiles import K_TILE, weight_args, whole_scale
+from ml4core_triton.kernels.numeric import narrow, next_power
+from ml4core_triton.kernels.sums import add_parts
+from ml4core_triton.kernels.target import units_of
+from ml4core_triton.kernels.weights import K_TILE, WeightArgs, matrix_of, product_args, whole_scale
 
 _BY_ROW = tl.constexpr(BY_ROW)
 _TILE = tl.constexpr(K_TILE)
@@ -42,11 +43,11 @@ class Tiling:
     stages: int
 
 
-def tiling(rows: int, columns: int, inner: int, units: int) -> Tiling:
+def tiling(rows: int, columns: int, inner: int, matrices: int, units: int) -> Tiling:
     """The choice for a product of these sizes. Looks at sizes alone, so a graph can hold it."""
     many = min(64, max(16, next_power(rows)))
     each = 128 if rows > 64 else 64
-    programs = -(-columns // each) * -(-rows // many)
+    programs = matrices * -(-columns // each) * -(-rows // many)
     steps = -(-inner // K_TILE)
     parts = 1
     while programs * parts < 2 * units and 2 * parts <= min(16, steps // 2):
@@ -65,9 +66,13 @@ def tile_kernel(
     T,
     N,
     K,
+    x_matrix,
     x_row,
     scale_row,
+    out_matrix,
+    out_row,
     out_part,
+    scale_size,
     steps,
     BN: tl.constexpr,
     BM: tl.constexpr,
@@ -77,8 +82,9 @@ def tile_kernel(
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Grid (tiles of N x tiles of T, parts of K); part p writes at out + p * out_part."""
+    """Grid (tiles of N x tiles of T, parts of K, matrices); part p writes at out + p * out_part."""
     part = tl.program_id(1)
+    matrix = tl.program_id(2).to(tl.int64)
     # Tiles of the weight in groups, all rows of the activation within one: both stay in L2.
     across = tl.cdiv(T, BM)
     first = tl.program_id(0) // (GROUP * across) * GROUP
@@ -90,26 +96,18 @@ def tile_kernel(
     fits = tokens < T
     wide = tokens.to(tl.int64)
     begin = part * steps * _TILE
+    data, scale, row_scale = matrix_of(data, scale, row_scale, matrix, N, K, scale_size, FORMAT)
     acc = tile_sum(
-        x, wide * x_row, fits, x_scale, wide * scale_row, data, scale, rows, row_fits, begin,
-        tl.minimum(begin + steps * _TILE, K), K, BN, BM, FORMAT, ACT, WIDE, CODES, _TILE,
+        x + matrix * x_matrix, wide * x_row, fits, x_scale, wide * scale_row, data, scale, rows,
+        row_fits, begin, tl.minimum(begin + steps * _TILE, K), K, BN, BM, FORMAT, ACT, WIDE, CODES,
+        _TILE,
     )  # fmt: skip
     acc = acc * whole_scale(scale, row_scale, rows, row_fits, FORMAT, BN)[None, :]
     if ACT == _BY_ROW:
         acc = acc * tl.load(x_scale + tokens, mask=fits, other=0.0)[:, None]
-    where = out + part.to(tl.int64) * out_part + wide[:, None] * N + rows[None, :]
+    where = out + part.to(tl.int64) * out_part + matrix * out_matrix
+    where = where + wide[:, None] * out_row + rows[None, :]
     tl.store(where, narrow(acc, out.dtype.element_ty), mask=row_fits[None, :] & fits[:, None])
-
-
-@triton.jit
-def add_parts_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = parts[0, i] + parts[1, i] + .., in that order."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    fits = at < size
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in range(PARTS):
-        total += tl.load(parts + part * size + at, mask=fits, other=0.0)
-    tl.store(out + at, narrow(total, out.dtype.element_ty), mask=fits)
 
 
 def gemm(
@@ -120,33 +118,32 @@ def gemm(
     ``act`` quantises x first where the weight is quantised: fp8_block, fp8_tensor, mxfp4 or mxfp8.
     ``ValueError`` for shapes that don't belong together.
     """
-    w = weight_args(weight)
-    if x.dim() != 2 or len(weight.shape) != 2 or x.shape[1] != w.columns:
-        raise ValueError(
-            f"gemm takes x [T, K] and a weight [N, K]; got x {list(x.shape)} and a weight "
-            f"{list(weight.shape)}"
-        )
-    rows = x.shape[0]
-    out = torch.empty(rows, w.rows, dtype=out_dtype or x.dtype, device=x.device)
-    size = out.numel()
-    if not size:
-        return out
-    own = activation(x, w, act)
-    plan = tiling(rows, w.rows, w.columns, compute_units(x.device))
+    w = product_args(x, weight)
+    out = torch.empty(x.shape[0], w.rows, dtype=out_dtype or x.dtype, device=x.device)
+    if out.numel():
+        multiply(activation(x, w, act), w, out, (0, 0, out.stride(0)))
+    return out
+
+
+def multiply(x: Activation, w: WeightArgs, out: Tensor, strides: tuple[int, int, int]) -> None:
+    """Fills ``out`` with the products of each matrix.
+
+    ``strides``: of the activation's and of out's matrices, and of out's rows. Rows of the
+    activation lie ``x.stride`` apart; columns of out are contiguous.
+    """
+    x_matrix, out_matrix, out_row = strides
+    plan = tiling(x.rows, w.rows, w.columns, w.matrices, units_of(out.device))
     steps = triton.cdiv(triton.cdiv(w.columns, K_TILE), plan.parts)
     target, part = out, 0
     if plan.parts > 1:
-        part = size
-        target = torch.empty(plan.parts, *out.shape, dtype=torch.float32, device=x.device)
-    tiles = triton.cdiv(w.rows, plan.columns) * triton.cdiv(rows, plan.rows)
-    tile_kernel[(tiles, plan.parts)](
-        own.data, own.scale, w.data, w.scale, w.row_scale, target, rows, w.rows, w.columns,
-        own.stride, own.scale_stride, part, steps,
-        BN=plan.columns, BM=plan.rows, FORMAT=w.format, ACT=own.kind, WIDE=own.wide,
-        CODES=own.codes, GROUP=8, num_warps=plan.warps, num_stages=plan.stages,
+        part = out.numel()
+        target = torch.empty(plan.parts, *out.shape, dtype=torch.float32, device=out.device)
+    tiles = triton.cdiv(w.rows, plan.columns) * triton.cdiv(x.rows, plan.rows)
+    tile_kernel[(tiles, plan.parts, w.matrices)](
+        x.data, x.scale, w.data, w.scale, w.row_scale, target, x.rows, w.rows, w.columns,
+        x_matrix, x.stride, x.scale_stride, out_matrix, out_row, part, w.scale_size, steps,
+        BN=plan.columns, BM=plan.rows, FORMAT=w.format, ACT=x.kind, WIDE=x.wide,
+        CODES=x.codes, GROUP=8, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     if plan.parts > 1:
-        add_parts_kernel[(triton.cdiv(size, 1024),)](
-            target, out, size, PARTS=plan.parts, BLOCK=1024
-        )
-    return out
+        add_parts(target, out)

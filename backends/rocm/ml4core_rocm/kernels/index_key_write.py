@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import KVCache
-from ml4core_rocm.kernels.angles import cos_sin
-from ml4core_rocm.kernels.keys import index_keys, store_keys
-from ml4core_rocm.kernels.layer_norm import normed_by, row_moments
-from ml4core_rocm.kernels.numeric import next_power, rows_of, widen
+from ml4core_triton.kernels.angles import cos_sin
+from ml4core_triton.kernels.keys import index_keys, store_keys
+from ml4core_triton.kernels.layer_norm import normed_by, row_moments
+from ml4core_triton.kernels.numeric import next_power, rows_of, widen
 
 _ROWS = 4
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ml4core_rocm.kernels.keys import quantised
-from ml4core_rocm.kernels.numeric import next_power, power_of_two, widen
+from ml4core_triton.kernels.keys import quantised
+from ml4core_triton.kernels.numeric import next_power, power_of_two, widen
 
 _HEADS = 8
 

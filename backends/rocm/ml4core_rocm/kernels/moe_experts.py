@@ -19,11 +19,18 @@ from torch import Tensor
 
 from ml4core.api import Weight
 from ml4core_rocm.kernels.activations import Activation, activation
-from ml4core_rocm.kernels.expert_order import ExpertOrder, expert_order
-from ml4core_rocm.kernels.numeric import narrow, next_power
 from ml4core_rocm.kernels.products import BY_ROW, tile_sum
-from ml4core_rocm.kernels.target import compute_units
-from ml4core_rocm.kernels.weight_tiles import WeightArgs, matrix_of, weight_args, whole_scale
+from ml4core_triton.kernels.expert_order import ExpertOrder, expert_order
+from ml4core_triton.kernels.numeric import narrow, next_power
+from ml4core_triton.kernels.sums import combine
+from ml4core_triton.kernels.target import units_of
+from ml4core_triton.kernels.weights import (
+    WeightArgs,
+    check_experts,
+    matrix_of,
+    weight_args,
+    whole_scale,
+)
 
 _BY_ROW = tl.constexpr(BY_ROW)
 
@@ -175,25 +182,6 @@ def outer_kernel(
         tl.store(where, found, mask=row_fits[None, :] & fits[:, None])
 
 
-@triton.jit
-def combine_kernel(
-    outer, weights, ids, out, H, first_expert, E, TOPK: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Sums of choices in their order, fp32, cast once: grid (T, blocks of H)."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for choice in range(TOPK):
-        one = row * TOPK + choice
-        weight = tl.load(weights + one)
-        expert = tl.load(ids + one) - first_expert
-        # What adds nothing was never written.
-        used = at < tl.where((expert >= 0) & (expert < E) & (weight != 0), H, 0)
-        value = tl.load(outer + one * H + at, mask=used, other=0.0)
-        total += tl.where(used, value * weight, 0.0)
-    tl.store(out + row * H + at, narrow(total, out.dtype.element_ty), mask=at < H)
-
-
 def moe_experts(
     x: Tensor,
     w13: Weight,
@@ -210,14 +198,14 @@ def moe_experts(
     ``ValueError`` for shapes that don't belong together.
     """
     inner, outer = weight_args(w13), weight_args(w2)
-    _check(x, inner, outer, weights, ids)
+    check_experts(x, inner, outer, weights, ids)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
     first = first_expert or 0
     weights, ids = weights.contiguous(), ids.contiguous()
     rows, topk = ids.shape
-    units, experts, width = compute_units(x.device), inner.matrices, outer.columns
+    units, experts, width = units_of(x.device), inner.matrices, outer.columns
     own = activation(x, inner, act)
     plan = moe_tiling(rows, topk, experts, width, units, own.grouped)
     order = expert_order(ids, weights, experts, first, plan.rows)
@@ -226,9 +214,7 @@ def moe_experts(
     each = torch.empty(rows * topk, outer.rows, dtype=torch.float32, device=x.device)
     own = activation(gated, outer, act)
     _outer(own, outer, order, moe_tiling(rows, topk, experts, outer.rows, units, own.grouped), each)
-    combine_kernel[(rows, triton.cdiv(outer.rows, 1024))](
-        each, weights, ids, out, outer.rows, first, experts, TOPK=topk, BLOCK=1024
-    )
+    combine(each, weights, ids, out, first, experts)
     return out
 
 
@@ -253,22 +239,3 @@ def _outer(x: Activation, w: WeightArgs, order: ExpertOrder, plan: MoETiling, ou
         BN=plan.columns, BM=order.rows, FORMAT=w.format, ACT=x.kind, WIDE=x.wide, CODES=x.codes,
         STEP=plan.step, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
-
-
-def _check(x: Tensor, w13: WeightArgs, w2: WeightArgs, weights: Tensor, ids: Tensor) -> None:
-    width, inner = x.shape[-1], w2.columns
-    fits = (
-        x.dim() == 2
-        and ids.shape == weights.shape
-        and ids.shape[:1] == x.shape[:1]
-        and (w13.rows, w13.columns) == (2 * inner, width)
-        and w2.rows == width
-        and w13.matrices == w2.matrices
-    )
-    if not fits:
-        raise ValueError(
-            f"moe_experts takes x [T, H], w13 [E, 2I, H], w2 [E, H, I], weights and ids [T, topk]; "
-            f"got x {list(x.shape)}, w13 {[w13.matrices, w13.rows, w13.columns]}, w2 "
-            f"{[w2.matrices, w2.rows, w2.columns]}, weights {list(weights.shape)}, ids "
-            f"{list(ids.shape)}"
-        )

@@ -10,17 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ml4core_rocm.kernels.numeric import decoded, dot, fp8, narrow, scaled_dot, widen
-from ml4core_rocm.kernels.weight_tiles import (
-    FP8_BLOCK,
-    K_TILE,
-    MXFP4,
-    NVFP4,
-    fp4_tile,
-    group_bytes,
-    packed_tile,
-    plain_tile,
-)
+from ml4core_rocm.kernels.scaled_dot import scaled_dot
+from ml4core_rocm.kernels.weight_tiles import fp4_tile, group_bytes, packed_tile, plain_tile
+from ml4core_triton.kernels.fp8 import decoded, fp8
+from ml4core_triton.kernels.numeric import dot, narrow, widen
+from ml4core_triton.kernels.weights import FP8_BLOCK, K_TILE, MXFP4, NVFP4
 
 PLAIN, BY_BLOCK, BY_ROW, GROUPS_FP4, GROUPS_FP8 = range(5)
 """What an activation is: numbers; e4m3 codes with a scale a row and 128 columns, or a row; e2m1 or

@@ -6,7 +6,6 @@ The kernel is that of ``sparse_mla``; queries of L values leave the rope part of
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ml4core.api import KVCache
@@ -28,20 +27,3 @@ def ragged_mla(
             f"{list(starts.shape)} and {list(slots.shape)}"
         )
     return attend(q, cache, slots.contiguous(), starts, scale, keys, "bf16", ragged=True)
-
-
-def stream_of(slots: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
-    """starts int32 [T + 1] and the stream int32 [T k] of a selection: slots int32 [T, k], packed in
-    front, and lens int32 [T]. What stands behind a row's length is left out; the stream's tail, as
-    long as all that was left out, holds -1. No size depends on the data.
-    """
-    rows, keys = slots.shape
-    starts = slots.new_zeros(rows + 1)
-    starts[1:] = lens.clamp(0, keys).cumsum(0)
-    column = torch.arange(keys, dtype=slots.dtype, device=slots.device)
-    kept = column < lens.unsqueeze(1)
-    # What is left out goes behind all, where no row looks.
-    place = (starts[:-1].unsqueeze(1) + column).where(kept, rows * keys).long()
-    stream = slots.new_full((rows * keys + 1,), -1)
-    stream.scatter_(0, place.flatten(), slots.where(kept, -1).flatten())
-    return starts, stream[:-1]

@@ -1,15 +1,15 @@
-"""The architecture that a launch is for."""
+"""The architectures of this backend, and what their matrix units take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 
 import torch
 
-_AHEAD: ContextVar[str] = ContextVar("ahead", default="gfx950")
+from ml4core_triton.kernels import target
+from ml4core_triton.kernels.target import Target, target_of
 
 _UNITS: Mapping[str, int] = MappingProxyType({"gfx950": 256, "gfx942": 304})
 """Compute units of a whole MI350X or MI300X, for launches that are compiled ahead."""
@@ -19,21 +19,7 @@ def arch_of(device: torch.device) -> str:
     """``gfx950`` or the like of an AMD GPU, ``sm_90`` of one that the sources are checked on;
     elsewhere what is compiled for, see ``ahead``.
     """
-    if device.type != "cuda":
-        return _AHEAD.get()
-    if torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"sm_{major}{minor}"
-    return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
-
-
-def compute_units(device: torch.device) -> int:
-    """Of the device; those of a whole GPU for tensors without data. A few on the host, where one
-    program follows the other.
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return 4 if device.type == "cpu" else _UNITS[_AHEAD.get()]
+    return target_of(device).arch or "gfx950"
 
 
 def scales_in_products(device: torch.device) -> bool:
@@ -46,11 +32,6 @@ def fp8_products(device: torch.device) -> bool:
     return arch_of(device) != "gfx942"
 
 
-@contextmanager
-def ahead(arch: str) -> Iterator[None]:
+def ahead(arch: str) -> AbstractContextManager[None]:
     """While it lasts, launches without a GPU are those of this architecture."""
-    token = _AHEAD.set(arch)
-    try:
-        yield
-    finally:
-        _AHEAD.reset(token)
+    return target.ahead(Target(arch, _UNITS[arch], lanes=64))

@@ -47,7 +47,7 @@ NVFP4 = Fp4(16, "e4m3")
 MXFP4 = Fp4(32, "e8m0")
 
 
-def _values(code: jax.Array) -> jax.Array:
+def e2m1_values(code: jax.Array) -> jax.Array:
     """fp32 of E2M1 codes int32 0..15: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
     size = code & 7
     exponent, half = size >> 1, size & 1
@@ -70,7 +70,7 @@ def _kernel(experts, live, x, weight, scale, row_scale, out, scales, *, fp4: Fp4
         def operand(codes: jax.Array, first: jax.Array) -> jax.Array:
             """[half, columns] of codes, with the scales from row ``first`` on."""
             mine = scales[pl.ds(first, HALF), :]
-            values = _values(codes).reshape(HALF, fp4.group, columns) * mine[:, None, :]
+            values = e2m1_values(codes).reshape(HALF, fp4.group, columns) * mine[:, None, :]
             return values.reshape(half, columns).astype(x.dtype)
 
         def one(block: jax.Array, total: jax.Array) -> jax.Array:
@@ -143,7 +143,9 @@ def grouped_matmul(
         cost_estimate=pl.CostEstimate(
             flops=2 * count * columns * width,
             transcendentals=0,
-            bytes_accessed=tiles * columns * width // 2 + count * width * x.dtype.itemsize,
+            # Tiles of one expert follow each other, and its weight stays.
+            bytes_accessed=min(tiles, weight.shape[0]) * columns * (width // 2 + width // fp4.group)
+            + count * (width * x.dtype.itemsize + columns * jnp.dtype(out_dtype).itemsize),
         ),
         name="fp4_experts",
         **compiler_params(target, "parallel", "arbitrary"),

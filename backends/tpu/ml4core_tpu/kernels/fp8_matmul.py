@@ -81,11 +81,14 @@ def fp8_matmul(
     m, n, k = -(-count // rows), -(-columns // each), -(-width // BLOCK)
     given = jnp.pad(given, ((0, m * rows - count), (0, k * BLOCK - width)))
     row_scale = jnp.pad(row_scale, ((0, m * rows - count), (0, 0)))
-    weight = jnp.pad(weight, ((0, n * each - columns), (0, k * BLOCK - width)))
     scales = jnp.broadcast_to(scale, (-(-columns // BLOCK), k)).astype(jnp.float32)
     # A scale for each column: [K / 128, 1, N].
-    scales = jnp.repeat(scales.T, BLOCK, axis=1)[:, None]
-    scales = jnp.pad(scales, ((0, 0), (0, 0), (0, max(0, n * each - scales.shape[2]))))
+    scales = jnp.repeat(scales.T, BLOCK, axis=1)[:, None, :columns]
+    # What a last block has beyond the weight is in columns that nobody takes: only a block that is
+    # larger than the weight is padded, as that moves all of it.
+    held = max(columns, each)
+    weight = jnp.pad(weight, ((0, held - columns), (0, k * BLOCK - width)))
+    scales = jnp.pad(scales, ((0, 0), (0, 0), (0, held - columns)))
     out = pl.pallas_call(
         partial(_kernel, native=target == "tpu"),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -100,7 +103,7 @@ def fp8_matmul(
             out_specs=pl.BlockSpec((rows, each), lambda i, j, k: (i, j)),
             scratch_shapes=[pltpu.VMEM((rows, each), jnp.float32)],
         ),
-        out_shape=jax.ShapeDtypeStruct((m * rows, n * each), out_dtype),
+        out_shape=jax.ShapeDtypeStruct((m * rows, held), out_dtype),
         cost_estimate=pl.CostEstimate(
             flops=2 * m * rows * n * each * k * BLOCK,
             transcendentals=0,

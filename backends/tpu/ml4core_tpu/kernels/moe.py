@@ -122,7 +122,7 @@ def _joined(
     return (found * shares).sum(1).astype(x.dtype)
 
 
-@partial(jax.jit, static_argnames=("fp4", "target"))
+@partial(jax.jit, static_argnames=("fp4", "target", "total"))
 def fp4_moe(
     x: jax.Array,
     w13: tuple[jax.Array, jax.Array, jax.Array],
@@ -133,13 +133,15 @@ def fp4_moe(
     *,
     fp4: Fp4,
     target: Target,
+    total: int | None = None,
 ) -> jax.Array:
     """Experts ids [T, topk] on ``x`` [T, H]. Weights as ``grouped_matmul`` has them, H and I padded
-    to whole blocks: gate and up each to a width that 128 divides.
+    to whole blocks: gate and up each to a width that 128 divides. ``total``: experts of all ranks,
+    if these aren't all.
     """
     hidden = x.shape[1]
     experts = w13[0].shape[0]
-    rows = tile_rows(ids.size, experts)
+    rows = tile_rows(ids.size, total or experts)
     order = order_rows(weights, ids, first, experts, rows)
 
     def product(given: jax.Array, weight: tuple[jax.Array, ...], dtype: jnp.dtype) -> jax.Array:
@@ -160,7 +162,7 @@ def fp4_moe(
         x,
         weights,
         order,
-        lambda given: product(given, w13, jnp.float32),
+        lambda given: product(given, w13, x.dtype),
         lambda given: product(given, w2, jnp.float32)[:, :hidden],
     )
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ml4core.api import Segment, StepBuckets, StepOutput, StepPlan, StepShape
-from ml4core_cuda.executor import GraphExecutor
-from ml4core_cuda.fault import FaultWord
-from ml4core_cuda.graphs import CudaGraphs, alias
+from ml4core_triton.executor import GraphExecutor
+from ml4core_triton.fault import FaultWord
+from ml4core_triton.graphs import DeviceGraphs, alias
 
 pytestmark = pytest.mark.accelerator
 
@@ -39,7 +39,7 @@ def executor(device: torch.device) -> GraphExecutor:
     if device.type != "cuda":
         pytest.skip("needs an NVIDIA GPU")
     buckets = StepBuckets(decode=(1, 2, 4), pages=(1, 2), logits=(1, 2, 4))
-    return GraphExecutor(CudaGraphs(device), buckets, FaultWord(device))
+    return GraphExecutor(DeviceGraphs(device), buckets, FaultWord(device))
 
 
 @pytest.mark.parametrize("broken", [False, True])

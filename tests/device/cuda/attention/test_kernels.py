@@ -56,7 +56,7 @@ def test_splits_join_to_the_whole(
 def test_topk_in_several_rounds(
     device: torch.device, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ml4core_cuda.kernels import topk as module
+    from ml4core_triton.kernels import topk as module
 
     monkeypatch.setattr(module, "TILE", tile)
     draw = torch.Generator().manual_seed(tile)
@@ -82,7 +82,7 @@ def test_topk_in_several_rounds(
 
 
 def test_topk_refuses_what_no_tile_holds(device: torch.device) -> None:
-    from ml4core_cuda.kernels.topk import topk
+    from ml4core_triton.kernels.topk import topk
 
     with pytest.raises(ValueError, match="top-k of 5000; the kernel keeps 1 to 4096"):
         topk(torch.zeros(1, 8, device=device), torch.ones(1, device=device).int(), 5000)
@@ -91,7 +91,7 @@ def test_topk_refuses_what_no_tile_holds(device: torch.device) -> None:
 def test_scores_of_a_packed_scale_are_those_of_the_plain_one(device: torch.device) -> None:
     """UE8M0 scales, which only newer GPUs declare, by the same kernels."""
     from ml4core_cuda.kernels.indexer_logits import indexer_logits
-    from ml4core_cuda.kernels.indexer_write import indexer_write
+    from ml4core_triton.kernels.indexer_write import indexer_write
 
     draw = torch.Generator().manual_seed(1)
     key = torch.randn(40, 128, generator=draw).to(device)
@@ -138,15 +138,22 @@ def test_a_key_that_no_row_sees_may_hold_anything(device: torch.device) -> None:
 
 
 def test_layouts_that_are_not_read_are_named(device: torch.device) -> None:
-    from ml4core_cuda.kernels.indexer_write import indexer_write
-    from ml4core_cuda.kernels.kv_write import kv_write
+    from ml4core_cuda.kernels.indexer_logits import indexer_logits
+    from ml4core_triton.kernels.kv_write import kv_write
+    from ml4core_triton.kernels.target import Target, ahead
 
-    slots = torch.zeros(1, dtype=torch.int64, device=device)
     layout = latent_layout("e4m3fnuz")
     part = torch.zeros(layout.parts[0].shape(1, BLOCK), dtype=torch.uint8, device=device)
-    with pytest.raises(ValueError, match="fp8_ds_mla, e4m3, bf16, fp32; the cache is 'e4m3fnuz'"):
-        kv_write(KVCache(layout, BLOCK, (part,)), slots, torch.zeros(1, 512, device=device))
+    cache = KVCache(layout, BLOCK, (part,))
+    slots, latent = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 512)
+    wanted = pytest.raises(
+        ValueError, match="fp8_ds_mla, e4m3, bf16, fp32; the cache is 'e4m3fnuz'"
+    )
+    with ahead(Target("sm_90", 132)), wanted:
+        kv_write(cache, slots.to(device), latent.to(device))
     tiled = index_layout("tiled16_f32")
     part = torch.zeros(tiled.parts[0].shape(1, BLOCK), dtype=torch.uint8, device=device)
+    q, weights = torch.zeros(1, 32, 128, device=device), torch.zeros(1, 32, device=device)
+    ints = torch.zeros(1, 1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="the cache is 'tiled16_f32'"):
-        indexer_write(KVCache(tiled, BLOCK, (part,)), slots, torch.zeros(1, 128, device=device))
+        indexer_logits(q, weights, 1.0, KVCache(tiled, BLOCK, (part,)), ints, ints[0], ints[0], 1)

@@ -1,0 +1,62 @@
+"""The sizes that steps are padded to, so that few programs serve them all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ml4core.api import Deployment
+
+LEAST_TOKENS = 16
+LEAST_TOKENS_HOST = 32
+"""On the host a program costs more than rows that are empty."""
+LEAST_REQUESTS = 8
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Attributes:
+    tokens: rows of a layer's program, ascending; the last is what a step may have at most.
+    requests: rows whose logits are wanted.
+    most_requests: of a step; tables have as many.
+    pages: of a request, at most.
+    """
+
+    tokens: tuple[int, ...]
+    requests: tuple[int, ...]
+    most_requests: int
+    pages: int
+
+    @property
+    def told(self) -> str:
+        return ", ".join(map(str, self.tokens))
+
+    def rows(self, count: int) -> int:
+        """What this many rows are padded to; to a power of two beyond the last bucket."""
+        found = next((size for size in self.tokens if size >= count), None)
+        return found or 1 << (count - 1).bit_length()
+
+
+def buckets_of(deployment: Deployment) -> Buckets:
+    """Tokens 16 (32 on the host), twice that, ... and as many as a step may have; requests 8, 16,
+    ... likewise.
+    """
+    least = LEAST_TOKENS if deployment.device.kind == "real" else LEAST_TOKENS_HOST
+    pages = max(1, -(-deployment.max_model_len // deployment.block_size))
+    return Buckets(
+        doubling(least, deployment.max_num_batched_tokens),
+        doubling(LEAST_REQUESTS, deployment.max_num_seqs),
+        max(LEAST_REQUESTS, deployment.max_num_seqs),
+        pages,
+    )
+
+
+def doubling(least: int, most: int) -> tuple[int, ...]:
+    """``least``, twice that and so on below ``most``, then ``most``; ``least`` where that is
+    less.
+    """
+    found = []
+    size = least
+    while size < most:
+        found.append(size)
+        size *= 2
+    return (*found, max(least, most))

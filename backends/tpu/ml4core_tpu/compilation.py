@@ -1,0 +1,105 @@
+"""What is compiled when, where it is kept, and what the start-up report tells of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ml4core.api import Deployment, Refusal
+from ml4core_tpu.buckets import Buckets
+from ml4core_tpu.programs import Programs
+
+CACHE = "compilation_cache"
+WARM_UP = "warm_up"
+_HOME_CACHE = ".cache"
+SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {
+        "jax_persistent_cache_min_compile_time_secs": 0.2,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+        "jax_compilation_cache_include_metadata_in_key": False,
+        # Kernels for TPUs are part of the key as they are, with the lines that they came from.
+        "jax_traceback_in_locations_limit": 0,
+        "jax_hlo_source_file_canonicalization_regex": ".*",
+    }
+)
+"""Of JAX, where it keeps what it compiles."""
+
+
+def own_switches(deployment: Deployment) -> Mapping[str, object]:
+    """The object ``tpu`` of ``--additional-config``."""
+    own = deployment.additional_config.get("tpu", {})
+    return own if isinstance(own, Mapping) else {}
+
+
+def compilation_refusals(deployment: Deployment) -> tuple[Refusal, ...]:
+    """Values of switches that nothing can be made of."""
+    own, found = own_switches(deployment), []
+    for name, kind, remedy in (
+        (CACHE, str, 'the path of a folder; "" for none'),
+        (WARM_UP, bool, "true, or false"),
+    ):
+        if name in own and not isinstance(own[name], kind):
+            subject = f"--additional-config tpu.{name}"
+            found.append(Refusal("tpu", subject, f"can't be {own[name]!r}", remedy))
+    return tuple(found)
+
+
+def warms_up(deployment: Deployment) -> bool:
+    """Whether all programs are compiled before the first step: on TPUs, and where it is asked
+    for. On the host a step compiles what it needs.
+    """
+    return bool(own_switches(deployment).get(WARM_UP, deployment.device.kind == "real"))
+
+
+def compilation_cache(deployment: Deployment) -> None:
+    """Has JAX keep what it compiles in a folder, under keys of what is compiled alone: not of the
+    lines that it came from, so that ranks, processes and places of a checkout share it.
+
+    A folder that the environment or the program named to JAX stays, as it is kept.
+    """
+    import jax
+
+    named = own_switches(deployment).get(CACHE)
+    if named is None and jax.config.jax_compilation_cache_dir:
+        return
+    folder = _default_folder() if named is None else str(named)
+    if not folder:
+        return
+    for name, value in (("jax_compilation_cache_dir", folder), *SETTINGS.items()):
+        jax.config.update(name, value)
+
+
+def _default_folder() -> str:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / _HOME_CACHE
+    return str(Path(root) / "ml4core" / "tpu")
+
+
+class Told(Mapping[str, str]):
+    """The session's settings, as they are when they are asked for."""
+
+    def __init__(self, runtime: str, buckets: Buckets, programs: Programs) -> None:
+        self._runtime = runtime
+        self._buckets = buckets
+        self._programs = programs
+
+    def _now(self) -> dict[str, str]:
+        made = self._programs.made
+        return {
+            "runtime": self._runtime,
+            "token_buckets": self._buckets.told,
+            "request_buckets": ", ".join(map(str, self._buckets.requests)),
+            "programs": f"{len(made)} of layers, in {sum(one.seconds for one in made):.1f} s",
+            "compiled_after_warm_up": str(self._programs.recompiled),
+        }
+
+    def __getitem__(self, key: str) -> str:
+        return self._now()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())

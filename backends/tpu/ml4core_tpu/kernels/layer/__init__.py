@@ -1,0 +1,1 @@
+"""A decoder layer as one program, built from its ``LayerSpec``."""

@@ -1,0 +1,155 @@
+"""The stage ``decoder_layer`` on the host: a program for each kind of layer and token bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from torch import Tensor
+
+from ml4core.api import KVCache, LayerKV, LayerSpec, Selection, StepPlan
+from ml4core_tpu.bridge import padded, to_jax, to_torch
+from ml4core_tpu.buckets import Buckets
+from ml4core_tpu.kernels.layer.arrays import (
+    caches_of,
+    chosen_of,
+    rows_of,
+    selection_of,
+    step_of,
+    store,
+    weights_of,
+)
+from ml4core_tpu.kernels.layer.form import ROW_FIELDS, Form, form_of
+from ml4core_tpu.kernels.layer.program import decoder_layer
+from ml4core_tpu.kernels.target import Target
+from ml4core_tpu.programs import Lower, Programs
+
+Result = tuple[Tensor, Tensor | None, Selection | None]
+Request = tuple[Hashable, str, Lower]
+"""A program that is wanted: as ``Programs.get`` takes it."""
+
+
+class LayerPrograms:
+    """Layers of a session, whatever their number: those of one kind share programs."""
+
+    def __init__(
+        self, programs: Programs, buckets: Buckets, act: str = "", target: Target = "host"
+    ) -> None:
+        self._programs = programs
+        self._buckets = buckets
+        self._act = act
+        self._target: Target = target
+        self._weights: dict[int, tuple[object, dict[str, Any]]] = {}
+
+    def form(self, layer: LayerSpec, latent: KVCache) -> Form:
+        return form_of(layer, rows_of(latent), act=self._act, target=self._target)
+
+    def call(
+        self,
+        layer: LayerSpec,
+        weights: Mapping[str, Any],
+        plan: StepPlan,
+        kv: LayerKV,
+        residual: Tensor,
+        hidden: Tensor | None,
+        selection: Selection | None,
+        next_norm: Tensor | None,
+    ) -> Result:
+        """The stage's signature, bound to a layer. Writes into ``kv``."""
+        rows, bucket = residual.shape[0], self._buckets.rows(residual.shape[0])
+        arguments = self._arguments(
+            layer, weights, plan, kv, residual, hidden, selection, next_norm, bucket
+        )
+        found = self._programs.get(*self._wanted(layer, kv, arguments))(*arguments)
+        residual_out, normed, chosen, stored = jax.block_until_ready(found)
+        store(stored, plan, kv)
+        return (
+            to_torch(residual_out[:rows]),
+            None if normed is None else to_torch(normed[:rows]),
+            selection if chosen is None else selection_of(chosen, rows),
+        )
+
+    def wanted(
+        self,
+        layer: LayerSpec,
+        weights: Mapping[str, Any],
+        plan: StepPlan,
+        kv: LayerKV,
+        residual: Tensor,
+        hidden: Tensor | None,
+        selection: Selection | None,
+        next_norm: Tensor,
+    ) -> list[Request]:
+        """The programs of a layer, one for each bucket, when it is called with such arguments.
+        Their values, and how many rows there are, don't matter.
+        """
+        least = self._buckets.tokens[0]
+        given = self._arguments(
+            layer, weights, plan, kv, residual, hidden, selection, next_norm, least
+        )
+        return [
+            self._wanted(layer, kv, _of_rows(given, least, bucket))
+            for bucket in self._buckets.tokens
+        ]
+
+    def _arguments(
+        self,
+        layer: LayerSpec,
+        weights: Mapping[str, Any],
+        plan: StepPlan,
+        kv: LayerKV,
+        residual: Tensor,
+        hidden: Tensor | None,
+        selection: Selection | None,
+        next_norm: Tensor | None,
+        bucket: int,
+    ) -> tuple[Any, ...]:
+        shares = layer.topk_source is not None and not layer.owns_index
+        if shares and selection is None:
+            raise ValueError(f"layer {layer.index} shares a selection, and was given none")
+        pages = min(self._buckets.pages, kv.latent.blocks)
+        requests = max(self._buckets.most_requests, plan.shape.requests)
+        return (
+            self._arrays(weights),
+            step_of(plan, bucket, requests, max(pages, plan.block_tables["latent"].shape[1])),
+            caches_of(kv, layer.indexer is not None),
+            to_jax(padded(residual, bucket)),
+            None if hidden is None else to_jax(padded(hidden, bucket)),
+            chosen_of(selection, bucket) if shares and selection is not None else None,
+            None if next_norm is None else to_jax(next_norm),
+        )
+
+    def _arrays(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Arrays of a layer's weights, which are kept: they share the tensors' memory."""
+        known = self._weights.get(id(weights))
+        if known is None or known[0] is not weights:
+            known = self._weights[id(weights)] = (weights, weights_of(weights))
+        return known[1]
+
+    def _wanted(self, layer: LayerSpec, kv: LayerKV, arguments: tuple[Any, ...]) -> Request:
+        form = self.form(layer, kv.latent)
+        shapes, tree = jax.tree.flatten(arguments)
+        key = (form, str(tree), tuple((one.shape, one.dtype) for one in shapes))
+        name = f"{layer.kind}, {arguments[3].shape[0]} rows"
+        return key, name, partial(_lowered, form, arguments)
+
+
+def _of_rows(arguments: tuple[Any, ...], rows: int, wanted: int) -> tuple[Any, ...]:
+    """Shapes of a program's arguments, with ``wanted`` rows in place of ``rows``."""
+
+    def sized(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct((wanted, *one.shape[1:]), one.dtype), tree
+        )
+
+    weights, step, caches, residual, hidden, chosen, norm = arguments
+    per_row = {name: sized(getattr(step, name)) for name in ROW_FIELDS}
+    step = step._replace(**per_row)
+    return weights, step, caches, sized(residual), sized(hidden), sized(chosen), norm
+
+
+def _lowered(form: Form, arguments: Sequence[Any]) -> Any:
+    shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), arguments)
+    return jax.jit(partial(decoder_layer, form)).trace(*shapes).lower()

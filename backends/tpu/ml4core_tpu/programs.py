@@ -1,0 +1,96 @@
+"""Compiled programs of a session: made once for each size, counted, and kept on disk."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+Lower = Callable[[], Any]
+"""Gives a program lowered, which is then compiled."""
+
+
+class RecompilationWarning(RuntimeWarning):
+    """A program was compiled after the warm-up, while requests waited."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a program has cost.
+
+    Attributes:
+        lowering: seconds of tracing and lowering.
+        compiling: seconds of the compiler, or of reading what it made before.
+        late: whether it was made after the warm-up.
+    """
+
+    name: str
+    lowering: float
+    compiling: float
+    late: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.lowering + self.compiling
+
+
+class Programs:
+    """Programs by key. A key names all that a program depends on but its arguments' values."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Hashable, Any] = {}
+        self._made: list[Made] = []
+        self._lock = threading.Lock()
+        self._warm = False
+
+    @property
+    def made(self) -> Sequence[Made]:
+        return tuple(self._made)
+
+    @property
+    def recompiled(self) -> int:
+        """Programs that were made after the warm-up."""
+        return sum(one.late for one in self._made)
+
+    def get(self, key: Hashable, name: str, lower: Lower) -> Any:
+        """The program of a key, compiled if it is new; after the warm-up that is warned of."""
+        found = self._programs.get(key)
+        return self._make(key, name, lower) if found is None else found
+
+    def warm_up(
+        self,
+        wanted: Sequence[tuple[Hashable, str, Lower]],
+        told: Callable[[int, int], None],
+        threads: int = 2,
+    ) -> None:
+        """Compiles what is not there yet. From here on whatever is compiled is late.
+
+        ``told`` hears how many are done, and of how many.
+        """
+        missing = {key: (name, lower) for key, name, lower in wanted if key not in self._programs}
+        told(0, len(missing))
+        with ThreadPoolExecutor(threads) as pool:
+            jobs = [pool.submit(self._make, key, *one) for key, one in missing.items()]
+            for done, job in enumerate(jobs, 1):
+                job.result()
+                told(done, len(missing))
+        self._warm = True
+
+    def _make(self, key: Hashable, name: str, lower: Lower) -> Any:
+        start = perf_counter()
+        lowered = lower()
+        between = perf_counter()
+        program = lowered.compile()
+        end = perf_counter()
+        with self._lock:
+            late = self._warm
+            self._programs[key] = program
+            self._made.append(Made(name, between - start, end - between, late))
+        if late:
+            text = f"{name} was compiled after the warm-up, in {end - start:.1f} s"
+            warnings.warn(text, RecompilationWarning, stacklevel=3)
+        return program

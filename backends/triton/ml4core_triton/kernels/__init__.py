@@ -1,0 +1,1 @@
+"""Kernels, one op a file. Importing one imports triton."""

@@ -8,10 +8,16 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from ml4core.api import Device
     from ml4core_conformance.subject import Subject
 
 Profile = Literal["plugin", "ops", "layouts", "model", "system", "perf"]
 PROFILES: tuple[Profile, ...] = ("plugin", "ops", "layouts", "model", "system", "perf")
+
+
+def slowness(device: Device) -> float:
+    """By how much all that is timed may take longer on a device: its kernels may be interpreted."""
+    return 10.0 if device.kind == "interpreted" else 1.0
 
 
 class Status(StrEnum):

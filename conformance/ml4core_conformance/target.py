@@ -9,15 +9,12 @@ from typing import Any, NoReturn
 from ml4core.api import Backend, Deployment, Device, Refused
 from ml4core.registry import PluginRecord, load_plugin
 from ml4core_conformance.catalog import all_checks
-from ml4core_conformance.check import Check
+from ml4core_conformance.check import Check, slowness
 from ml4core_conformance.own_checks import resolved
 from ml4core_conformance.subject import Subject
 
 NO_DEVICE = Device("fake", "no device", "none", "cpu")
 """Stands for the device where the backend finds none, so that checks which need none can run."""
-
-SLOWNESS = {"interpreted": 5.0}
-"""Kind of device -> by how much its checks may take longer."""
 
 Source = Callable[[], Iterable[Check]]
 """A function of a module that lists checks: worker processes call it too."""
@@ -51,7 +48,7 @@ class Target:
 
     def limit(self, check: Check) -> float:
         """Seconds that a check may take on this device."""
-        return check.timeout_s * SLOWNESS.get(self.device.kind, 1.0)
+        return check.timeout_s * slowness(self.device)
 
     def load(self) -> Backend:
         """The backend, in this process. One that can't be loaded says so at every call."""

@@ -8,13 +8,11 @@ from itertools import zip_longest
 
 import torch
 
-from ml4core import registry
 from ml4core.api import Fault, FaultError, StepBuckets, VisionSpec
-from ml4core.compose.contract import ContractError
 from ml4core.engine.batch import BatchState, in_row_order
-from ml4core.engine.block_pool import PoolExhausted
 from ml4core.engine.emission import ENDS, sequence_output, take
 from ml4core.engine.errors import RequestError
+from ml4core.engine.fault_codes import fault_of
 from ml4core.engine.grammars import GrammarCompiler
 from ml4core.engine.image_inputs import PlacedImage
 from ml4core.engine.intake import Intake
@@ -26,9 +24,6 @@ from ml4core.engine.sampling_params import SamplingParams
 from ml4core.engine.scheduler import Scheduler, SchedulerConfig, Work
 from ml4core.engine.step_input import Places, assemble
 from ml4core.engine.steps import StepHandle, StepRunner
-
-MORE_MEMORY = "a smaller --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs"
-"""What leaves a step more of the device."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +190,7 @@ class EngineCore:
         except FaultError as error:
             outputs = self._stop(error.fault, error.__cause__)
         except (Exception, SystemExit) as error:  # what the device has done is unknown
-            fault = Fault(*_said(error), self._steps)
+            fault = fault_of(error, self._steps)
             outputs = self._stop(fault, error)
         ended, self._ended = self._ended, []
         return ended + outputs
@@ -301,13 +296,3 @@ class EngineCore:
         requests = [request for sequences in self._open.values() for request in sequences]
         self._finish(requests, Status.FINISHED_ERROR)
         return [sequence_output(request, (), "error") for request in requests]
-
-
-def _said(error: BaseException) -> tuple[str, str]:
-    """The code and the message of the fault that an exception in a step is."""
-    told = registry.describe(error)
-    if isinstance(error, ContractError):
-        return "contract", told
-    if registry.lacks_memory(error) and not isinstance(error, PoolExhausted):
-        return "memory", f"{told} (works: {MORE_MEMORY})"
-    return "exception", told

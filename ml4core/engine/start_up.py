@@ -29,6 +29,7 @@ from ml4core.planning.kv import NULL_PAGES, KVGroup, Pools
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+ [KMGT]?i?B)")
 _SMALLER = "a smaller --max-num-batched-tokens, --max-num-seqs or --max-model-len"
+_MORE_GRAPHS = 5
 _FEWER_GRAPHS = "fewer --cudagraph-capture-sizes, or --enforce-eager"
 
 _logger = logging.getLogger(__name__)
@@ -136,9 +137,8 @@ class StartUp:
             self.timings.warm_up_steps = trials.warm_up(not shapes, told)
             self.timings.warm_up_s = perf_counter() - started
         started = perf_counter()
-        before = memory.figures().allocated
         self.trials = trials.measure(memory)
-        most = max(trial.nbytes for trial in self.trials) + before
+        most = max(trial.peak for trial in self.trials)
         _tidy(memory)
         with told_when_full(memory, "capturing graphs", _FEWER_GRAPHS):
             graphs = self._graph_bytes(trials, shapes)
@@ -159,15 +159,18 @@ class StartUp:
         )
 
     def _graph_bytes(self, trials: Trials, shapes: Sequence[Any]) -> int:
-        """What the graphs of these shapes will take: the largest and the next are captured."""
-        first = beside_tensors(self.memory.figures())
-        costs: list[int] = []
-        for shape in shapes[:2]:
-            trials.capture([shape])
+        """What the graphs of these shapes will take: the largest, and as much as a few of the next
+        take on average for each other one. A device gives memory in pieces, so one tells little.
+        """
+        before = beside_tensors(self.memory.figures())
+        taken: list[int] = []
+        for some in (shapes[:1], shapes[1:_MORE_GRAPHS]):
+            trials.capture(list(some))
             _tidy(self.memory)
-            so_far = beside_tensors(self.memory.figures()) - first
-            costs.append(max(0, so_far - sum(costs)))
-        return sum(costs[:1]) + sum(costs[1:]) * (len(shapes) - 1)
+            taken.append(max(0, beside_tensors(self.memory.figures()) - before))
+        first, all_tried = taken
+        others = max(0, all_tried - first)
+        return first + others * max(0, len(shapes) - 1) // max(1, len(shapes[1:_MORE_GRAPHS]))
 
     def _grown(self, figures: MemoryFigures) -> int:
         """What is in use beside tensors, and wasn't before the start."""
@@ -195,8 +198,7 @@ class StartUp:
         """Runs the largest steps once more, and holds what all took against the plan."""
         profile, memory = self.profile, self.memory
         assert profile is not None, "caches are sized by it"
-        before = memory.figures().allocated
-        most = max(trial.nbytes for trial in trials.measure(memory)) + before
+        most = max(trial.peak for trial in trials.measure(memory))
         _tidy(memory)
         beside = profile.others + profile.weights + cache_bytes
         real = {

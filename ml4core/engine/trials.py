@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Trial:
     """A step that was measured: ``nbytes`` is the most that was allocated while it ran, beside
-    what was before.
+    what was before; ``peak`` is both.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Trial:
     requests: int
     pages: int
     nbytes: int
+    peak: int
     seconds: float
 
 
@@ -159,10 +160,10 @@ class Trials:
             told("capturing graphs", len(shapes), len(shapes))
 
 
-def _taken(memory: DeviceMemory, call: Callable[[], object]) -> tuple[int, float]:
-    """Bytes and seconds of a call."""
+def _taken(memory: DeviceMemory, call: Callable[[], object]) -> tuple[int, int, float]:
+    """Bytes, beside what was allocated before and with it, and seconds of a call."""
     memory.reset_peak()
     before, started = memory.figures(), perf_counter()
     call()
-    after = memory.figures()
-    return after.peak - before.allocated, perf_counter() - started
+    peak = memory.figures().peak
+    return peak - before.allocated, peak, perf_counter() - started

@@ -46,7 +46,7 @@ def test_a_chat_streamed_or_not_is_the_same(client: openai.OpenAI) -> None:
     whole = ask(client)
     (choice,) = whole.choices
     assert choice.message.role == "assistant"
-    assert choice.message.content.startswith("In a deep burrow")
+    assert "rabbit" in choice.message.content
     assert choice.finish_reason == "length"
     stream = ask(client, stream=True, stream_options={"include_usage": True})
     text, usage, chunks = joined(stream)

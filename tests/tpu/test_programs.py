@@ -49,6 +49,7 @@ def test_buckets_of_a_deployment(device: Device, published: ModelSpec) -> None:
     assert found.tokens == (32, 64, 100)
     assert found.requests == (8, 16, 20)
     assert found.pages == 8
+    assert [found.tables(count) for count in (1, 18, 20, 21)] == [20, 20, 20, 32]
     assert [found.rows(count) for count in (1, 16, 17, 65, 100, 101)] == [32, 32, 32, 100, 100, 128]
 
 

@@ -39,7 +39,7 @@ def main() -> None:
     found = {
         "seconds": perf_counter() - start,
         "kernels": len(re.findall(r'custom_call_target="tpu_custom_call"', made)),
-        "all_reduces": len(re.findall(r" all-reduce(?:-start)?\(", text)),
+        "all_reduces": len(re.findall(r" all-reduce(?:-start)?\(", made)),
     }
     print(json.dumps(found), flush=True)
 

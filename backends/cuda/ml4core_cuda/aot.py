@@ -18,6 +18,10 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 _TARGET = re.compile(r"^\.target\s+(\w+)", re.MULTILINE)
 
 
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a program may have, on sm_90 as on sm_100."""
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What the assembler says of one launch on one architecture.
@@ -36,6 +40,13 @@ class Compiled:
     shared_bytes: int
     spill_bytes: int
     hot: bool
+
+    @property
+    def fault(self) -> str:
+        """Why this must not be shipped; empty if it may."""
+        if self.shared_bytes > SHARED_BYTES:
+            return f"needs more shared memory than the {SHARED_BYTES} bytes of a program"
+        return "hot, and spills" if self.hot and self.spill_bytes else ""
 
 
 def launches(case: Case, arch: str) -> list[Launch]:

@@ -40,6 +40,13 @@ def cases() -> Iterator[Case]:
             yield _case(f"moe_experts {name}", "moe_experts", *experts, hot=hot, act=act)
     fp32 = Weight("fp32", (32, HIDDEN), {"data": f32(32, HIDDEN)})
     yield _case("gemm fp32 one row", "gemm", bf16(1, HIDDEN), fp32)
+    for rows in (20, 64, 200):
+        yield _case(f"gemm fp32 {rows} rows", "gemm", f32(rows, HIDDEN), fp32, hot=False)
+        w13 = Weight("fp32", (8, 512, 256), {"data": f32(8, 512, 256)})
+        w2 = Weight("fp32", (8, 256, 256), {"data": f32(8, 256, 256)})
+        routed = (f32(rows, 4), ints(rows, 4))
+        name = f"moe_experts fp32 {rows} rows"
+        yield _case(name, "moe_experts", f32(rows, 256), w13, w2, *routed, hot=False)
     up = Weight("bf16", (64, 512, 64), {"data": bf16(64, 512, 64)})
     for rows in (1, 64):
         yield _case(f"head_gemm {rows} rows", "head_gemm", bf16(rows, 64, 64), up)

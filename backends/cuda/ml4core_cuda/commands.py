@@ -29,7 +29,7 @@ def aot(
 ) -> None:
     """Compile kernels ahead and print registers, shared memory and spills of each.
 
-    Needs triton, and no GPU. Ends with 1 if a hot kernel spills.
+    Needs triton, and no GPU. Ends with 1 if a hot kernel spills, or one is too large to be loaded.
     """
     archs = sorted(arch or SERVED)
     if unknown := sorted(set(archs) - SERVED):
@@ -39,7 +39,7 @@ def aot(
     from ml4core_cuda.aot import compile_launch, launches
     from ml4core_cuda.aot_suites import all_cases
 
-    spilled = count = 0
+    faults = count = 0
     typer.echo(f"{'case':58} {'kernel':26} {'arch':7} warps  regs  shared  spills")
     for case in all_cases():
         if not re.search(keyword, case.name):
@@ -48,15 +48,14 @@ def aot(
             for launch in launches(case, each):
                 found = compile_launch(case, launch, each)
                 count += 1
-                fault = found.hot and found.spill_bytes > 0
-                spilled += fault
+                faults += bool(found.fault)
                 typer.echo(
                     f"{found.case:58} {found.kernel:26} {found.arch:7} {found.warps:5} "
                     f"{found.registers:5} {found.shared_bytes:7} {found.spill_bytes:7}"
-                    f"{'  FAULT: hot, and spills' if fault else ''}"
+                    f"{found.fault and '  FAULT: ' + found.fault}"
                 )
-    typer.echo(f"{count} kernels compiled; {spilled} hot ones spill")
+    typer.echo(f"{count} kernels compiled; {faults} faults: hot ones that spill, or are too large")
     if not count:
         raise typer.BadParameter(f"no case has {keyword!r} in its name")
-    if spilled:
+    if faults:
         raise typer.Exit(1)

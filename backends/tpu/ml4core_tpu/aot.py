@@ -25,7 +25,9 @@ HBM_BYTES = 94.75 * 2**30
 HBM_PER_S, BF16_FLOPS, FP8_FLOPS = 3.7e12, 1.155e15, 2.3e15
 """Of one device, as published."""
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_VMEM = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
+_VMEM = re.compile(
+    r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
+)
 _USED = re.compile(r"(scoped )?(vmem|smem|hbm)", re.IGNORECASE)
 
 

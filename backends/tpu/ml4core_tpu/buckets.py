@@ -35,6 +35,11 @@ class Buckets:
         found = next((size for size in self.tokens if size >= count), None)
         return found or 1 << (count - 1).bit_length()
 
+    def tables(self, requests: int) -> int:
+        """Requests that a step's tables have: as many in each, but in one of too many."""
+        most = self.most_requests
+        return most if requests <= most else 1 << (requests - 1).bit_length()
+
 
 def buckets_of(deployment: Deployment) -> Buckets:
     """Tokens 16 (32 on the host), twice that, ... and as many as a step may have; requests 8, 16,

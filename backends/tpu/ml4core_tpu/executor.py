@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,7 +69,8 @@ class BucketExecutor:
 
     def _warm_up(self, weights: Any, plan: StepPlan, kv: Any) -> None:
         start = perf_counter()
-        wanted = [one for index in self._kinds(kv) for one in self._of(index, weights, plan, kv)]
+        kinds = self._kinds(weights, kv)
+        wanted = [one for index in kinds for one in self._of(index, weights, plan, kv)]
         with progress("Compiling programs of layers") as told:
             self._programs.warm_up(wanted, told)
         for rows in self._buckets.requests:
@@ -83,12 +84,13 @@ class BucketExecutor:
             file=sys.stderr,
         )
 
-    def _kinds(self, kv: Any) -> list[int]:
+    def _kinds(self, weights: Any, kv: Any) -> list[int]:
         """Layers that may need programs of their own. Others only repeat these."""
         found: dict[object, int] = {}
         for layer in self._model.layers:
             last = layer.index + 1 == len(self._model.layers)
-            key = (self._layers.form(layer, kv.latent[layer.kv_source]), not layer.index, last)
+            form = self._layers.form(layer, kv.latent[layer.kv_source])
+            key = (form, not layer.index, last, _signature(weights.layers[layer.index]))
             found.setdefault(key, layer.index)
         return list(found.values())
 
@@ -114,3 +116,11 @@ class BucketExecutor:
             selection,
             following.get("attention_norm", weights.top["final_norm"]),
         )
+
+
+def _signature(weights: Mapping[str, Any]) -> tuple[object, ...]:
+    """What of a layer's weights a program depends on."""
+    return tuple(
+        (name, getattr(one, "format", getattr(one, "dtype", None)), tuple(one.shape))
+        for name, one in sorted(weights.items())
+    )

@@ -3,6 +3,8 @@
 The first call of a shape runs as it is, on the graph's own input buffers, so that kernels are
 compiled and libraries have their handles; the second is captured; from then on it is replayed. A
 replay copies the plan's tensors into the input buffers and launches what was recorded, in order.
+All of it is queued on one stream: what is sent for the next step reaches the buffers behind the
+step that still reads them.
 
 Memory. Input buffers are shared by all graphs: only one step runs at a time. So are the graphs'
 temporaries, by one pool: results live until the next call of any shape, which the contract of

@@ -4,6 +4,7 @@ ends.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from ml4core.engine.core import EngineCore
 from ml4core.engine.llm import Engine
 from ml4core.engine.outputs import SequenceOutput
 from ml4core.engine.sampling_params import SamplingParams
-from ml4core_conformance.check import Check, CheckFailed
+from ml4core_conformance.check import Check, CheckFailed, slowness
 from ml4core_conformance.rigs.engines import Log, Watched, checkpoint, engine
 from ml4core_conformance.rigs.served import GREEDY, NAN_TOKEN, SMOOTH, prompts
 from ml4core_conformance.rigs.stalls import Gate, Gated
@@ -174,12 +175,14 @@ def _stops(subject: Subject, trouble: _Trouble) -> None:
 
     Shapes of steps are known by then, so that deadlines are those of the flag.
     """
-    told = _Told()
+    told, limit = _Told(), LIMIT_S * slowness(subject.device)
     with (
         checkpoint(**SMOOTH) as folder,
-        engine(subject, folder, trouble.wrap, [told], step_timeout_s=LIMIT_S) as opened,
+        ExitStack() as left,
+        engine(subject, folder, trouble.wrap, [told], step_timeout_s=limit) as opened,
         ExitStack() as ends,
     ):
+        left.callback(_outlast, 10 * limit)
         ends.callback(trouble.end)
         core = opened.core
         first = prompts(opened.deployment.model.vocab_size, 64)[2]
@@ -203,6 +206,15 @@ def _stops(subject: Subject, trouble: _Trouble) -> None:
             raise CheckFailed(f"plugins are told {len(told.faults)} times of one fault")
         ends.close()
         _refuses(opened, first, held)
+
+
+def _outlast(seconds: float) -> None:
+    """Waits for what was given up to end, as far as it does: what comes next would meet it in the
+    device, and in the interpreter of a device that is none.
+    """
+    for thread in threading.enumerate():
+        if thread.name.startswith("ml4core-steps"):
+            thread.join(seconds)
 
 
 def _serves(core: EngineCore) -> list[SequenceOutput]:

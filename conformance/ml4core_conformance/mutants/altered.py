@@ -32,6 +32,7 @@ class AlteredSession:
         deployment: that it was opened for.
         honest: every op that the backend offers or has composed.
         ops: the backend's own; those that are replaced count among them.
+        composed: whether stages are made of ops alone, as the backend's own go by no wrong one.
     """
 
     def __init__(self, inner: Session, capabilities: Capabilities, deployment: Deployment) -> None:
@@ -41,9 +42,11 @@ class AlteredSession:
         self.ops: dict[str, Callable[..., Any]] = dict(inner.ops)
         self.executor = inner.executor
         self.extra: Callable[..., Sequence[Candidate]] = _none
+        self.composed = False
 
     def providers(self, stage: str, layer: Any, shape: Any) -> Sequence[Candidate]:
-        return [*self.extra(stage, layer, shape), *self.inner.providers(stage, layer, shape)]
+        own = () if self.composed else self.inner.providers(stage, layer, shape)
+        return [*self.extra(stage, layer, shape), *own]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -128,6 +131,7 @@ class Ops:
         for name, change in self.changes.items():
             if name in session.honest:
                 session.ops[name] = change(session.honest[name])
+                session.composed = True
 
 
 @dataclass(frozen=True)

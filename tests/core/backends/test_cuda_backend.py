@@ -25,7 +25,7 @@ from ml4core.api import (
     StepShape,
 )
 from ml4core.registry import PluginRecord, load_plugin, probe
-from ml4core_cuda import attn_stage, latency, libraries, stages
+from ml4core_cuda import aot, attn_stage, latency, libraries, stages
 from ml4core_cuda.backend import CudaBackend
 from ml4core_cuda.capabilities import capabilities
 from ml4core_cuda.driver import Gpu
@@ -163,7 +163,7 @@ def test_kernels_compile_without_a_gpu() -> None:
     done = python("-c", AOT, "aot", "-k", "^(to_slots|kv_write fp8)")
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()[1:]
-    assert last == "4 kernels compiled; 0 hot ones spill"
+    assert last.startswith("4 kernels compiled; 0 faults:")
     for line in lines:
         *_, kernel, arch, warps, registers, shared, spilled = line.split()
         assert (kernel, arch) in {
@@ -182,7 +182,23 @@ def test_a_whole_layers_launches_compile_and_none_spills() -> None:
     assert done.returncode == 0, done.stdout
     kernels = {line.split()[-6] for line in done.stdout.splitlines()[1:-1]}
     assert {"_project_kernel", "finish_kernel", "_values_kernel", "_logits_kernel"} <= kernels
-    assert done.stdout.splitlines()[-1].endswith("kernels compiled; 0 hot ones spill")
+    assert "kernels compiled; 0 faults:" in done.stdout.splitlines()[-1]
+
+
+def test_products_in_fp32_fit_into_shared_memory() -> None:
+    pytest.importorskip("triton")
+    done = python("-c", AOT, "aot", "-k", "fp32 [0-9]+ rows", "--arch", "sm_90")
+    assert done.returncode == 0, done.stdout
+    compiled = done.stdout.splitlines()[1:-1]
+    assert {"_tile_kernel", "_gated_kernel", "_outer_kernel"} <= {x.split()[-6] for x in compiled}
+
+
+def test_a_kernel_that_cannot_be_loaded_or_spills_is_a_fault() -> None:
+    fits = aot.Compiled("case", "kernel", "sm_90", 4, 128, aot.SHARED_BYTES, 0, True)
+    assert fits.fault == ""
+    assert "shared memory" in replace(fits, shared_bytes=aot.SHARED_BYTES + 1, hot=False).fault
+    assert "spills" in replace(fits, spill_bytes=8).fault
+    assert replace(fits, spill_bytes=8, hot=False).fault == ""
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import ml4core_triton
 from ml4core.api import OPS
 from ml4core_cuda.capabilities import LATENTS
-from ml4core_cuda.tuned import SOURCES, source_of
+from ml4core_cuda.tuned import SOURCES, _files, source_of
 from ml4core_triton.kernels.target import HOST, Target, ahead, target_of, units_of
 from ml4core_triton.ops import load, served
 
@@ -69,6 +69,8 @@ def test_a_flavour_of_fp8_is_told_by_the_architecture() -> None:
 
 def test_sizes_depend_on_shared_sources_too() -> None:
     assert all(len(source_of(kernel)) == 12 for kernel in SOURCES)
+    folders = [path.parts[-3] for path in _files("topk") if path.name == "topk.py"]
+    assert folders == ["ml4core_cuda", "ml4core_triton"]
 
 
 def test_it_is_no_plugin() -> None:

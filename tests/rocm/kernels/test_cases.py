@@ -22,10 +22,15 @@ VARIANTS = {
     "indexer_logits": ("tiled16_f32", "planar_f32", "fp32"),
     "topk": ("",),
     "sparse_mla": ("e4m3+bf16", "e4m3fnuz+bf16", "bf16+bf16", "bf16+fp32", "fp32+bf16"),
-    "window_mla": ("e4m3+bf16",),
+    "window_mla": ("e4m3fnuz+bf16",),
     "merge_lse": ("",),
     "layer_norm": ("",),
     "rms_norm": ("",),
+    "all_reduce_rms_norm": ("",),
+    "embed": ("",),
+    "rope": ("",),
+    "ssmax": ("",),
+    "silu_mul": ("",),
 }
 """Layouts, or variants, by how their names begin."""
 

@@ -19,7 +19,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 
 
 def start(choice: Choice, **flags: Any) -> Engine:
-    args = EngineArgs("ml4-tiny", backend=choice.backend.name, dtype="float32", **flags)
+    # One token bucket: the prompt comes in two chunks.
+    flags = {"dtype": "float32", "max_num_batched_tokens": 32, **flags}
+    args = EngineArgs("ml4-tiny", backend=choice.backend.name, **flags)
     return open_engine(args, choice=choice, sequences=1, tokens_each=64)
 
 
@@ -36,12 +38,14 @@ def answer(engine: Engine) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_greedy_tokens_are_those_of_the_cpu() -> None:
     """Plain caches: every number within fp32 rounding."""
     plain = {"kv_cache_dtype": "float32"}
     assert answer(interpreted(**plain)) == answer(start(select("cpu"), **plain))
 
 
+@pytest.mark.timeout(900)
 def test_greedy_tokens_of_fp8_tiles() -> None:
     """The cpu backend keeps the same codes in rows of ``e4m3``. What is allocated is FP8 by its
     bytes.

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from ml4core_conformance import tiny
-from ml4core_tpu.kernels.layer.mesh import local_layer, mesh_of, ranked_rows
+from ml4core_tpu.kernels.layer.form import Caches, Matrix, Step
+from ml4core_tpu.kernels.layer.mesh import argument_specs, local_layer, mesh_of, ranked_rows
 
 CHILD = Path(__file__).parents[1] / "mesh_child.py"
 
@@ -70,6 +72,27 @@ def test_two_processes_of_four_devices_over_gloo() -> None:
 def test_gate_and_up_of_a_rank_stay_together() -> None:
     rows = np.arange(8)[:, None] * np.ones((1, 3), int)
     assert ranked_rows(rows, 2)[:, 0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_the_one_latent_is_whole_on_each_tensor_rank() -> None:
+    """Heads are cut, and what there is one of is not: pages are those of their data rank (B130)."""
+    row, matrix = np.zeros(4, np.int32), Matrix({"data": np.zeros((8, 8))}, "fp32")
+    weights = {name: matrix for name in ("wq", "wo", "wkv_a", "w_uk", "experts_w2")}
+    step = Step(*[row] * len(Step._fields))
+    caches = Caches((np.zeros((4, 16, 576)),), np.ones(1), np.zeros((4, 16, 128)))
+    placed = argument_specs((weights, step, caches, row, row, None, row))
+    assert {name: one.data for name, one in placed[0].items()} == {
+        "wq": P("tensor"),
+        "wo": P(None, "tensor"),
+        "wkv_a": P(),
+        "w_uk": P("tensor"),
+        "experts_w2": P(("data", "tensor")),
+    }
+    assert set(placed[1]) == {P("data")}
+    assert placed[2] == Caches((P("data"),), P(), P("data"))
+    assert placed[3:] == (P("data"), P("data"), None, P())
+    for tensor in (1, 2, 4, 8):
+        assert local_layer(tiny.model().layers[1], tensor).heads == 8 // tensor
 
 
 def test_a_mesh_of_other_devices_is_refused() -> None:

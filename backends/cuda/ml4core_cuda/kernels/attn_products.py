@@ -18,8 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ml4core_cuda.kernels.gemm import gemm, row_tiling
-from ml4core_cuda.kernels.products import TOGETHER, row_sum, tile_sum
+from ml4core_cuda.kernels.gemm import gemm, row_block, row_tiling
+from ml4core_cuda.kernels.prefetch import prefetch_rows
+from ml4core_cuda.kernels.products import tile_sum
+from ml4core_cuda.kernels.row_sums import TOGETHER, row_sum
 from ml4core_cuda.kernels.target import device_name
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
@@ -35,12 +37,12 @@ from ml4core_triton.kernels.weights import (
 )
 
 _TILE = tl.constexpr(K_TILE)
-_FP32, _TOGETHER = tl.constexpr(FP32), tl.constexpr(TOGETHER)
+_FP32, _BF16, _TOGETHER = tl.constexpr(FP32), tl.constexpr(BF16), tl.constexpr(TOGETHER)
 FUSED = (FP32, BF16, FP8_BLOCK)
 """Formats that one launch takes; with others each matrix has its own."""
 
-_FINE = tl.constexpr(4)
-"""A tile of the index weights has so many times fewer rows: each has four times the bytes."""
+_FINE = 4
+"""Rows of a tile of the index weights, of which each has four times the bytes."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,13 @@ def _some(
     rows = tile * BN + tl.arange(0, BN)
     fits = rows < N
     if BM == 1:
-        found = row_sum(
-            x, data, scale, rows, fits, K, BN, BK, FORMAT, STAGES, _TOGETHER, EVEN
-        )
+        found = row_sum(x, data, scale, rows, fits, K, BN, BK, FORMAT, STAGES, _TOGETHER, EVEN)
         found = found * whole_scale(scale, scale, rows, fits, FORMAT, BN)
         tl.store(out + rows, found, mask=fits)
     else:
         found = tile_sum(
             x, x_rows, x_fits, x, x_rows, data, scale, rows, fits, begin, end, K,
-            BN, BM, FORMAT, 0, WIDE, True,
+            BN, BM, FORMAT, 0, WIDE, True, EVEN,
         )  # fmt: skip
         token = tl.arange(0, BM).to(tl.int64)
         where = out + token[None, :] * out_row + rows[:, None]
@@ -103,22 +103,28 @@ def _some(
 
 @triton.jit
 def _row_by_row(
-    x, x_row, T, data, tile, N, K, part, out, out_row,
+    x, x_row, T, data, tile, N, K, part, parts, out, out_row,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of an fp32 matrix times the rows, one after the other, all by the first part: the
+    """A tile of an fp32 matrix times the rows, each whole by one part and zero by the others: the
     matrix units would have to be fed with more registers than there are.
     """
     rows = tile * BN + tl.arange(0, BN)
     fits = rows < N
     for token in range(T):
         found = tl.zeros([BN], tl.float32)
-        if part == 0:
+        if token % parts == part:
             one = x + token * x_row
-            found = row_sum(
-                one, data, data, rows, fits, K, BN, BK, _FP32, STAGES, _TOGETHER, EVEN
-            )
+            found = row_sum(one, data, data, rows, fits, K, BN, BK, _FP32, STAGES, _TOGETHER, EVEN)
         tl.store(out + token * out_row + rows, found, mask=fits)
+
+
+@triton.jit
+def _prefetch(data, tile, N, K, BN: tl.constexpr, FORMAT: tl.constexpr):
+    """A tile of one matrix, of a format in ``FUSED``."""
+    SIZE: tl.constexpr = 4 if FORMAT == _FP32 else (2 if FORMAT == _BF16 else 1)
+    rows = tile * BN + tl.arange(0, BN)
+    prefetch_rows(data, rows, rows < N, K, SIZE, True)
 
 
 @triton.jit
@@ -127,14 +133,28 @@ def _project_kernel(
     d0, s0, n0, d1, s1, n1, d2, s2, n2, d3, s3, n3, d4, n4,
     t4, t0, t1, t2,
     F0: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, BKW: tl.constexpr,
+    WIDE: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, EVEN_W: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, parts). Tiles below t4 are of the index weights, those below t0 of the query,
     and so on; matrix i has n_i rows.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     let_next_begin(DEPENDENT)
+    if DEPENDENT:  # the weights are on their way while the launch before runs
+        if part > 0:
+            pass
+        elif tile < t4:
+            _prefetch(d4, tile, n4, K, BW, _FP32)
+        elif tile < t0:
+            _prefetch(d0, tile - t4, n0, K, BN, F0)
+        elif tile < t1:
+            _prefetch(d1, tile - t0, n1, K, BN, F1)
+        elif tile < t2:
+            _prefetch(d2, tile - t1, n2, K, BN, F2)
+        else:
+            _prefetch(d3, tile - t2, n3, K, BN, F3)
     wait_for_previous(DEPENDENT)
     token = tl.arange(0, BM)
     fits = token < T
@@ -144,8 +164,8 @@ def _project_kernel(
     out += part.to(tl.int64) * out_part
     if tile < t4:
         _row_by_row(
-            x, x_row, T, d4, tile, n4, K, part, out + (n0 + n1 + n2 + n3), out_row, BN // _FINE, BK,
-            STAGES, EVEN,
+            x, x_row, T, d4, tile, n4, K, part, tl.num_programs(1), out + (n0 + n1 + n2 + n3),
+            out_row, BW, BKW, STAGES, EVEN_W,
         )  # fmt: skip
     elif tile < t0:
         _some(
@@ -190,8 +210,8 @@ def projected(
     )
     steps = triton.cdiv(triton.cdiv(inner, K_TILE), plan.parts)
     out = torch.empty(plan.parts, rows, columns, dtype=torch.float32, device=x.device)
-    fine = plan.columns // _FINE.value
-    edges = [-(-extra // fine)]
+    edges = [-(-extra // _FINE)]
+    block = row_block(inner)
     for count in counts:
         edges.append(edges[-1] + -(-count // plan.columns))
     parts = [first if one is None else one for one in matrices]
@@ -206,8 +226,10 @@ def projected(
           for each in (one.data, one.scale, count)),
         last, extra, *edges[:4],
         F0=parts[0].format, F1=parts[1].format, F2=parts[2].format, F3=parts[3].format,
-        BN=plan.columns, BM=many, BK=plan.block, WIDE=tl.float32 if wide else tl.bfloat16,
-        STAGES=stages, EVEN=inner % plan.block == 0, DEPENDENT=ahead, num_warps=plan.warps, num_stages=stages,
+        BN=plan.columns, BM=many, BK=plan.block, BW=_FINE, BKW=block,
+        WIDE=tl.float32 if wide else tl.bfloat16, STAGES=stages,
+        EVEN=inner % plan.block == 0, EVEN_W=inner % block == 0,
+        DEPENDENT=ahead, num_warps=plan.warps, num_stages=stages,
         **dependent(ahead),
     )  # fmt: skip
     return out

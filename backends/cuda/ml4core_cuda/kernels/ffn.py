@@ -69,11 +69,15 @@ def moe_ffn(
         shared = pair(w, "shared") if moe.shared_width else None
         if shared is None or not alike(routed, shared) or not hidden.shape[0]:
             return _apart(w, moe, eps, act, residual, hidden, next_norm)
-        weights, ids = route(hidden, gate, moe.topk, moe.renormalize, moe.routed_scale, shared=True)
-        if takes_one_row(hidden, act):
-            out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-            one_row(hidden.contiguous(), *routed, shared, weights, ids, 0, out)
-            return add_rms_norm(out, residual, next_norm, eps)
+        single = takes_one_row(hidden, act)
+        hidden = hidden.contiguous()
+        weights, ids = route(
+            hidden, gate, moe.topk, moe.renormalize, moe.routed_scale, shared=True, ahead=single
+        )
+        if single:  # its launches follow each other closely
+            out = torch.empty_like(hidden)
+            one_row(hidden, *routed, shared, weights, ids, 0, out, ahead=True)
+            return add_rms_norm(out, residual, next_norm, eps, ahead=True)
         each = each_choice(hidden, *routed, shared, weights, ids, 0, act)
         return _combined(each, weights, residual, next_norm, eps)
 

@@ -41,6 +41,51 @@ _E2M1_PAIRS = tl.constexpr("""
 """)
 
 
+# The same with one factor: their scales in bf16 are 2**119 times as large.
+_E2M1_PAIRS_ONCE = tl.constexpr("""
+{
+  .reg .b32 a, b, c;
+  prmt.b32 a, $4, 0, 0x4140;
+  prmt.b32 b, $4, 0, 0x4342;
+  and.b32 c, a, 0x000F000F;
+  mul.lo.u32 c, c, 0x1040;
+  and.b32 c, c, 0x81C081C0;
+  mul.rn.bf16x2 $0, c, $5;
+  and.b32 c, b, 0x000F000F;
+  mul.lo.u32 c, c, 0x1040;
+  and.b32 c, c, 0x81C081C0;
+  mul.rn.bf16x2 $1, c, $6;
+  and.b32 c, a, 0x00F000F0;
+  mul.lo.u32 c, c, 0x104;
+  and.b32 c, c, 0x81C081C0;
+  mul.rn.bf16x2 $2, c, $5;
+  and.b32 c, b, 0x00F000F0;
+  mul.lo.u32 c, c, 0x104;
+  and.b32 c, c, 0x81C081C0;
+  mul.rn.bf16x2 $3, c, $6;
+}
+""")
+
+SMALL = tl.constexpr(128.0)
+"""What values of ``small_pairs`` are too small by."""
+
+
+@triton.jit
+def small_pairs(byte, scale):
+    """Low and high codes of bytes uint8 times scales, e4m3 numbers in fp32, which broadcast: bf16,
+    ``SMALL`` times too small, which is exact and leaves one multiplication out. Not in the
+    interpreter.
+    """
+    return tl.inline_asm_elementwise(
+        _E2M1_PAIRS_ONCE,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [byte, (scale * 6.646139978924579e35).to(tl.bfloat16)],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
 @triton.jit
 def e2m1_pairs(byte, scale, dtype: tl.constexpr):
     """Low and high codes of bytes uint8 times fp32 scales, which broadcast, in fp32 or bf16.
@@ -55,7 +100,7 @@ def e2m1_pairs(byte, scale, dtype: tl.constexpr):
     else:
         low, high = tl.inline_asm_elementwise(
             _E2M1_PAIRS,
-            "=r,=r,=r,=r,r,r,r",
+            "=&r,=&r,=&r,=&r,r,r,r",
             [byte, scale.to(tl.bfloat16)],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
@@ -95,7 +140,7 @@ def e2m1_numbers(byte):
     else:
         low, high = tl.inline_asm_elementwise(
             _E4M3_PAIRS,
-            "=r,=r,r",
+            "=&r,=&r,r",
             [byte],
             dtype=(tl.uint8, tl.uint8),
             is_pure=True,

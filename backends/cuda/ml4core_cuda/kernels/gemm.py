@@ -27,11 +27,10 @@ from ml4core_cuda.kernels.products import (
     CODES_BY_ROW,
     KIND_NAMES,
     PLAIN,
-    TOGETHER,
-    row_sum,
     stages_within,
     tile_sum,
 )
+from ml4core_cuda.kernels.row_sums import TOGETHER, row_sum
 from ml4core_cuda.kernels.target import arch_of, device_name
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels.numeric import narrow, next_power
@@ -165,7 +164,7 @@ def _tile_kernel(
     x, x_scale, data, scale, row_scale, out, T, N, K, x_matrix, x_row, scale_row, out_matrix,
     out_row, out_part, scale_size, steps,
     BN: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr, ACT: tl.constexpr,
-    WIDE: tl.constexpr, GROUP: tl.constexpr,
+    WIDE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of N x tiles of T, parts of K, matrices); part p writes at out + p * out_part."""
     matrix = tl.program_id(2).to(tl.int64)
@@ -187,7 +186,7 @@ def _tile_kernel(
     acc = tile_sum(
         x + matrix * x_matrix, offsets, fits, x_scale, tokens.to(tl.int64) * scale_row,
         data + matrix * N * (K // STORED), scales, rows, row_fits, begin,
-        tl.minimum(begin + steps * _TILE, K), K, BN, BM, FORMAT, ACT, WIDE, True,
+        tl.minimum(begin + steps * _TILE, K), K, BN, BM, FORMAT, ACT, WIDE, True, EVEN,
     )  # fmt: skip
     acc = acc * whole_scale(scales, row_scale + matrix * N, rows, row_fits, FORMAT, BN)[:, None]
     if ACT == _BY_ROW:
@@ -273,6 +272,7 @@ def multiply(x: Activation, w: WeightArgs, out: Tensor, strides: tuple[int, int,
         x.data, x.scale, w.data, w.scale, w.row_scale, target, x.rows, w.rows, w.columns,
         x_matrix, x.stride, x.scale_stride, out_matrix, out_row, part, w.scale_size, steps,
         BN=plan.columns, BM=plan.rows, FORMAT=w.format, ACT=x.kind, WIDE=x.meets(w), GROUP=8,
+        EVEN=w.columns % K_TILE == 0,
         num_warps=plan.warps,
         num_stages=stages_within(plan.stages, plan.columns, plan.rows, w.data, x.data),
     )  # fmt: skip

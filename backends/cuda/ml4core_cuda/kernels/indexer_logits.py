@@ -1,23 +1,37 @@
 """``indexer_logits``: scores of the lightning indexer over paged keys.
 
-The kernel is ``score_keys``. Codes meet in float16: E4M3's own matrix instruction keeps too few
+The kernel is ``score_keys``, or on Hopper ``page_logits`` where pages are of 64 keys. Codes meet in float16: E4M3's own matrix instruction keeps too few
 bits of a sum for the contract.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from ml4core.api import KVCache
 from ml4core_cuda.capabilities import KEYS
-from ml4core_cuda.kernels.target import device_name
+from ml4core_cuda.kernels.page_logits import PAGE, WIDTH, page_logits_kernel
+from ml4core_cuda.kernels.target import arch_of, device_name
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels import score_keys
+from ml4core_triton.kernels.keys import PLANAR, index_keys
 from ml4core_triton.kernels.numeric import next_power
-from ml4core_triton.kernels.score_keys import Tiling
 
 _COLUMNS = 256
 """Rows times heads of a tile at most."""
+
+
+@dataclass(frozen=True)
+class Tiling(score_keys.Tiling):
+    """Sizes of a launch.
+
+    Attributes:
+        paged: 1 for ``page_logits``, whose tile of keys is a page; 0 for ``score_keys``.
+    """
+
+    paged: int = 0
 
 
 def tiling(heads: int, max_rows: int, wide: bool) -> Tiling:
@@ -67,15 +81,26 @@ def scores(
     ``ahead``: the launch may begin before the end of the one before it.
     """
     cache.require(*KEYS)
-    rows, heads, _ = q.shape
+    rows, heads, width = q.shape
     columns = block_table.shape[1] * cache.block_size
+    keys = index_keys(cache)
+    paged = keys.kind == PLANAR.value and (cache.block_size, width) == (PAGE, WIDTH)
+    paged = paged and arch_of(q.device) == "sm_90"
 
     def plan(wide: bool) -> Tiling:
         sizes = tiling(heads, max_rows, wide)
         if wide:
             return sizes
+        if paged:
+            sizes = Tiling(PAGE, _COLUMNS, 4, 4 if heads * max_rows <= 64 else 8, 1, paged=1)
         shape = shape_key(rows, heads, columns, max_rows)
-        return sizes_for("indexer_logits", device_name(q.device), shape, sizes)
+        found = sizes_for("indexer_logits", device_name(q.device), shape, sizes)
+        # Sizes of pages are measured with what they serve; the shape doesn't tell all of that.
+        return found if found.paged <= sizes.paged else sizes
+
+    def kernel(sizes: score_keys.Tiling) -> object:
+        own = isinstance(sizes, Tiling) and sizes.paged
+        return page_logits_kernel if own else score_keys.indexer_logits_kernel
 
     given = (q, weights, scale, cache, block_table, query_start, visible, max_rows)
-    return score_keys.scores(*given, plan, codes=False, fill=fill, ahead=ahead)
+    return score_keys.scores(*given, plan, codes=False, fill=fill, ahead=ahead, kernel=kernel)

@@ -17,6 +17,8 @@ from torch import Tensor
 from ml4core.api import MoESpec
 from ml4core_cuda.kernels.gemm import RowTiling, row_tiling
 from ml4core_cuda.kernels.moe_row import shape_key
+from ml4core_cuda.kernels.prefetch import prefetch_rows
+from ml4core_cuda.kernels.row_sums import APART, IN_TURN, TOGETHER, block_scales
 from ml4core_cuda.kernels.target import device_name
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
@@ -30,6 +32,8 @@ _BF16, _FP8_BLOCK = tl.constexpr(BF16), tl.constexpr(FP8_BLOCK)
 _CODES = tl.constexpr(FP8_BLOCK)
 """The first format that is stored as codes."""
 _COLUMNS = tl.constexpr(K_TILE)
+_APART, _IN_TURN = tl.constexpr(APART), tl.constexpr(IN_TURN)
+_TOGETHER = tl.constexpr(TOGETHER)
 
 
 @triton.jit
@@ -46,19 +50,27 @@ def _chosen(
     # NaN passes no comparison either.
     broken = tl.sum((real & ~(tl.abs(found) < float("inf"))).to(tl.int32), axis=0) > 0
     found = tl.where(broken, 0.0, found)
-    left = tl.where(real, found, float("-inf"))
-    top = tl.max(left, axis=0)
-    total = tl.sum(tl.where(real, tl.exp(found - top), 0.0), axis=0)
+    # Keys in the order of the logits, then of the experts from the last: one search a choice.
+    bits = (found + 0.0).to(tl.int32, bitcast=True)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    left = tl.where(real, (order << 32) | (BLOCK - 1 - expert).to(tl.int64), -(1 << 63))
     experts = tl.zeros([PLACES], tl.int32) + E
     weights = tl.zeros([PLACES], tl.float32)
+    top = 0.0
     for one in tl.static_range(TOPK):
         best = tl.max(left, axis=0)
-        at = tl.min(tl.where(left == best, expert, BLOCK), axis=0)
-        left = tl.where(expert == at, float("-inf"), left)
+        left = tl.where(left == best, -(1 << 63), left)
+        size = (best >> 32).to(tl.int32)
+        logit = (size ^ ((size >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        if one == 0:
+            top = logit
+        at = BLOCK - 1 - (best & 0xFFFFFFFF).to(tl.int32)
         experts = tl.where(place == one, at, experts)
-        weights = tl.where(place == one, tl.exp(best - top), weights)
+        weights = tl.where(place == one, tl.exp(logit - top), weights)
     if RENORMALIZE:
         total = tl.sum(weights, axis=0)
+    else:
+        total = tl.sum(tl.where(real, tl.exp(found - top), 0.0), axis=0)
     weights = tl.div_rn(weights, tl.zeros_like(weights) + total) * routed_scale
     weights = tl.where(place == TOPK, 1.0, weights)
     return experts, tl.where(broken, float("nan"), weights)
@@ -82,19 +94,21 @@ def _behind(base, other, SIZE: tl.constexpr):
 def _weighted_rows(
     x, experts, weights, data, scale, shared, shared_scale, rows, fits, N, K, E, scale_size,
     first, count, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr,
-    PLACES: tl.constexpr,
+    PLACES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """fp32 [BN]: the sum over choices ``first`` .. of their weight times rows of their expert's
     matrix [N, K] times their row of ``x`` [.., K]: one loop over all, so that what comes next is
-    always being read.
+    always being read. ``ROWS`` as for ``row_sum``, whose layout this has.
     """
     SIZE: tl.constexpr = 1 if FORMAT >= _CODES else (2 if FORMAT == _BF16 else 4)
-    block = tl.arange(0, BK // _COLUMNS)
-    local = block[:, None] * _COLUMNS + tl.arange(0, _COLUMNS)[None, :]
-    line = rows.to(tl.int64)[:, None, None] * K
+    EACH: tl.constexpr = 4 if SIZE == 4 else 8
+    chunk = tl.arange(0, BK // EACH)
+    local = chunk[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    kept = tl.where(fits, rows, 0)
+    line = kept.to(tl.int64)[None, :, None] * K
     apart, scales_apart = _behind(data, shared, SIZE), _behind(scale, shared_scale, 4)
     turns = tl.cdiv(K, BK)
-    acc = tl.zeros([BN, BK // _COLUMNS, _COLUMNS], tl.float32)
+    acc = tl.zeros([BK // EACH, BN], tl.float32)
     for turn in tl.range(0, count * turns, num_stages=STAGES):
         choice = first + turn // turns
         k0 = (turn % turns) * BK
@@ -104,25 +118,25 @@ def _weighted_rows(
         columns = k0 + local
         # What has no weight isn't read: it may hold anything.
         inside = columns < tl.where(weight != 0, K, 0)
-        there = fits[:, None, None] & inside[None, :, :]
         one = widen(tl.load(x + choice * K + columns, mask=inside, other=0.0)) * weight
-        where = data + offset + line + columns[None, :, :]
-        if FORMAT < _CODES:
-            value = widen(tl.load(where, mask=there, other=0.0))
-        else:
-            value = decoded(tl.load(where, mask=there, other=0), tl.float32, False)
+        where = data + offset + line + columns[:, None, :]
+        value = tl.load(where, mask=inside[:, None, :], other=0)
+        value = widen(value) if FORMAT < _CODES else decoded(value, tl.float32, False)
         if FORMAT == _FP8_BLOCK:
-            at = k0 // _COLUMNS + block
-            of_row = (rows // _COLUMNS).to(tl.int64)[:, None] * tl.cdiv(K, _COLUMNS) + at[None, :]
             own = tl.where(expert == E, scales_apart, expert * scale_size)
-            held = tl.where(weight != 0, tl.cdiv(K, _COLUMNS), 0)
-            known = fits[:, None] & (at < held)[None, :]
-            value = value * tl.load(scale + own + of_row, mask=known, other=0.0)[:, :, None]
+            at = k0 // _COLUMNS + chunk // (_COLUMNS // EACH)
+            factor = block_scales(scale + own, kept, at, K, BN, ROWS, False)
+            if ROWS == _TOGETHER:
+                found = tl.sum(value * (one * factor)[:, None, :], axis=2)
+            else:
+                found = tl.sum(value * one[:, None, :], axis=2) * factor
         elif FORMAT >= _CODES:
-            whole = tl.load(scale + tl.where(expert == E, scales_apart, expert))
-            one = one * whole
-        acc += value * one[None, :, :]
-    return tl.sum(tl.sum(acc, axis=2), axis=1)
+            one = one * tl.load(scale + tl.where(expert == E, scales_apart, expert))
+            found = tl.sum(value * one[:, None, :], axis=2)
+        else:
+            found = tl.sum(value * one[:, None, :], axis=2)
+        acc += found
+    return tl.sum(acc, axis=0)
 
 
 @triton.jit
@@ -130,24 +144,30 @@ def _gated_kernel(
     x, logits, data, scale, shared, shared_scale, out, W, K, E, scale_size, routed_scale,
     TOPK: tl.constexpr, COUNT: tl.constexpr, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr,
-    PLACES: tl.constexpr, DEPENDENT: tl.constexpr,
+    PLACES: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """silu(w1 x) * (w3 x) of each choice, out [T, COUNT, W]: grid (tiles of W, COUNT, T)."""
-    let_next_begin(DEPENDENT)
-    wait_for_previous(DEPENDENT)
+    """silu(w1 x) * (w3 x) of each choice, out [T, COUNT, W]: grid (tiles of W, COUNT, T).
+    ``WHOLE``: W is a multiple of 128, and so of BN.
+    """
+    SIZE: tl.constexpr = 1 if FORMAT >= _CODES else (2 if FORMAT == _BF16 else 4)
     choice, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    experts, weights = _chosen(
-        logits + token * E, E, routed_scale, TOPK, RENORMALIZE, EXPERTS, PLACES
-    )
     # Rows of w1 and of w3 in turn, so that one loop reads both.
     index = tl.arange(0, 2 * BN)
     row = tl.program_id(0) * BN + index // 2
     rows, fits = row + (index % 2) * W, row < W
+    let_next_begin(DEPENDENT)
+    if choice == TOPK:  # the shared expert is known before the router has spoken
+        prefetch_rows(shared, rows, fits, K, SIZE, DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    experts, weights = _chosen(
+        logits + token * E, E, routed_scale, TOPK, RENORMALIZE, EXPERTS, PLACES
+    )
     ones = tl.where(weights == weights, 1.0, weights)  # the weight itself comes behind w2
     ones = tl.where(weights == 0, 0.0, ones)
     found = _weighted_rows(
         x + (token - choice) * K, experts, ones, data, scale, shared, shared_scale, rows, fits,
         2 * W, K, E, scale_size, choice, 1, 2 * BN, BK, FORMAT, STAGES, PLACES,
+        _IN_TURN if WHOLE else _APART,
     )  # fmt: skip
     gate, up = tl.split(tl.reshape(found, (BN, 2)))
     inner = narrow(silu(gate) * up, out.dtype.element_ty)
@@ -163,17 +183,19 @@ def _outer_kernel(
     PLACES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of w2 times x [T, COUNT, K], fp32 [T, H]: grid (tiles of H, T)."""
-    let_next_begin(DEPENDENT)
-    wait_for_previous(DEPENDENT)
+    SIZE: tl.constexpr = 1 if FORMAT >= _CODES else (2 if FORMAT == _BF16 else 4)
     token = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    fits = rows < H
+    let_next_begin(DEPENDENT)
+    prefetch_rows(shared, rows, fits, K, SIZE, DEPENDENT)
+    wait_for_previous(DEPENDENT)
     experts, weights = _chosen(
         logits + token * E, E, routed_scale, TOPK, RENORMALIZE, EXPERTS, PLACES
     )
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    fits = rows < H
     found = _weighted_rows(
         x + token * COUNT * K, experts, weights, data, scale, shared, shared_scale, rows, fits, H,
-        K, E, scale_size, 0, COUNT, BN, BK, FORMAT, STAGES, PLACES,
+        K, E, scale_size, 0, COUNT, BN, BK, FORMAT, STAGES, PLACES, _TOGETHER,
     )  # fmt: skip
     tl.store(out + token * H + rows, found, mask=fits)
 
@@ -207,7 +229,7 @@ def expert_rows(
         hidden, logits, w13.data, w13.scale, s13.data, s13.scale, inner, w2.columns, w13.columns,
         w13.matrices, w13.scale_size, float(moe.routed_scale),
         BN=plan.columns, BK=plan.block, FORMAT=w13.format, STAGES=plan.stages,
-        num_warps=plan.warps, **named,
+        WHOLE=w2.columns % K_TILE == 0, num_warps=plan.warps, **named,
     )  # fmt: skip
     out = torch.empty(rows, w2.rows, dtype=torch.float32, device=hidden.device)
     plan = sizes("outer", w2, w2.rows, 1)

@@ -24,7 +24,8 @@ from ml4core_cuda.kernels.attn_inputs import attn_inputs
 from ml4core_cuda.kernels.ffn import alike, moe_ffn, pair
 from ml4core_cuda.kernels.gemm import row_tiling
 from ml4core_cuda.kernels.latency_experts import expert_rows
-from ml4core_cuda.kernels.products import TOGETHER, row_sum
+from ml4core_cuda.kernels.prefetch import prefetch_rows
+from ml4core_cuda.kernels.row_sums import TOGETHER, row_sum
 from ml4core_cuda.kernels.select_stage import select_stage
 from ml4core_cuda.kernels.sparse_mla import attended_parts
 from ml4core_triton.kernels.all_reduce_rms_norm import add_rms_norm
@@ -32,11 +33,12 @@ from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_
 from ml4core_triton.kernels.numeric import narrow, next_power, widen
 from ml4core_triton.kernels.rms_norm import normed, warps_for
 from ml4core_triton.kernels.target import units_of
-from ml4core_triton.kernels.weights import weight_args, whole_scale
+from ml4core_triton.kernels.weights import BF16, FP8_BLOCK, weight_args, whole_scale
 
 Weights = Mapping[str, Any]
 Call = Callable[..., tuple[Tensor, Tensor | None, Selection | None]]
-_TOGETHER = tl.constexpr(TOGETHER)
+_TOGETHER, _BF16 = tl.constexpr(TOGETHER), tl.constexpr(BF16)
+_CODES = tl.constexpr(FP8_BLOCK)
 _TILE = 8192
 """Numbers of joined parts that a program holds at a time."""
 
@@ -48,9 +50,12 @@ def _values_kernel(
     BC: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """W_UV times the joined parts of a head: grid (T N, tiles of V)."""
-    let_next_begin(DEPENDENT)
-    wait_for_previous(DEPENDENT)
+    SIZE: tl.constexpr = w_uv.dtype.element_ty.primitive_bitwidth // 8
     row = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
+    let_next_begin(DEPENDENT)
+    prefetch_rows(w_uv + (row % N) * V * L, v, v < V, L, SIZE, DEPENDENT)
+    wait_for_previous(DEPENDENT)
     part = tl.arange(0, BP)
     each = tl.load(lses + part * lse_part + row, part < parts, other=float("-inf"))
     top = tl.max(each, 0)
@@ -59,7 +64,6 @@ def _values_kernel(
     total = tl.sum(weight, 0)
     weight = weight / tl.where(total == 0.0, 1.0, total)
     known = (each != float("-inf"))[:, None]
-    v = tl.program_id(1) * BV + tl.arange(0, BV)
     found = tl.zeros((BV,), tl.float32)
     for start in range(0, L, BC):
         column = start + tl.arange(0, BC)
@@ -78,11 +82,13 @@ def _rows_kernel(
     FORMAT: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A matrix [N, K] times each row, fp32: grid (tiles of N, T)."""
-    let_next_begin(DEPENDENT)
-    wait_for_previous(DEPENDENT)
+    SIZE: tl.constexpr = 1 if FORMAT >= _CODES else (2 if FORMAT == _BF16 else 4)
     token = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     fits = rows < N
+    let_next_begin(DEPENDENT)
+    prefetch_rows(data, rows, fits, K, SIZE, DEPENDENT)
+    wait_for_previous(DEPENDENT)
     found = row_sum(
         x + token * K, data, scale, rows, fits, K, BN, BK, FORMAT, STAGES, _TOGETHER, EVEN
     )
@@ -97,15 +103,16 @@ def _logits_kernel(
 ):  # fmt: skip
     """residual + made, its norm, and one expert's logit of it: grid (E, T)."""
     let_next_begin(DEPENDENT)
-    wait_for_previous(DEPENDENT)
     expert, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, BLOCK)
     fits = at < H
+    # What no launch writes is read while the one before runs.
     weights = tl.load(gate + expert.to(tl.int64) * H + at, mask=fits, other=0.0)
+    factor = widen(tl.load(norm + at, mask=fits, other=0.0))
+    wait_for_previous(DEPENDENT)
     total = tl.load(made + token * H + at, mask=fits, other=0.0)
     total += widen(tl.load(residual + token * residual_row + at, mask=fits, other=0.0))
     stored = narrow(total, summed.dtype.element_ty)
-    factor = widen(tl.load(norm + at, mask=fits, other=0.0))
     x = narrow(normed(widen(stored), factor, H, eps), hidden.dtype.element_ty)
     if expert == 0:
         tl.store(summed + token * H + at, stored, mask=fits)

@@ -7,9 +7,9 @@ weight at a time against one of the activation, one after the other: it holds bo
 is being made, of 64 numbers a thread each, and reads 48 KB for 8.4 MFLOP. What a block of 128
 columns sums to is scaled and added in fp32.
 
-Rate model of 4,096 x 6,144 x 6,144 on an H200: 309 GFLOP, 163 us at the units' peak; 128 additions a
-thread and turn of 1,024 cycles make it 235 us where nothing hides them, and 1.8 GB from the second
-cache 300 us at 6 TB/s.
+Rate model of 4,096 x 6,144 x 6,144 on an H200: 309 GFLOP, 163 us at the units' peak; 128 additions
+a thread and turn of 1,024 cycles make it 235 us where nothing hides them, and 1.8 GB from the
+second cache 300 us at 6 TB/s.
 
 Beside bf16 numbers the codes of the matrix are written out in bf16 first, which is exact and takes
 113 MB, 27 us; two tiles of the activation then meet one of the weight in the same way.
@@ -64,7 +64,7 @@ def serves(kind: int, dtype: torch.dtype, w: WeightArgs, rows: int) -> bool:
 def _codes(where):
     """Operands from pointers to e4m3 codes uint8."""
     if INTERPRETED:
-        found = fp8_value(tl.load(where))
+        found = fp8_value(tl.load(where), False)
     else:
         found = tl.load(where.to(tl.pointer_type(tl.float8e4nv), bitcast=True))
     return found

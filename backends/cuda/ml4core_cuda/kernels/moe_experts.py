@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import Weight
+from ml4core_cuda.kernels import many_experts
 from ml4core_cuda.kernels.activations import Activation, activation
 from ml4core_cuda.kernels.expert_matrix import expert_matrix
 from ml4core_cuda.kernels.moe_row import one_row
@@ -33,6 +34,7 @@ from ml4core_triton.kernels.silu_mul import silu
 from ml4core_triton.kernels.target import units_of
 from ml4core_triton.kernels.weights import (
     FORMAT_NAMES,
+    K_TILE,
     WeightArgs,
     is_fp4,
     weight_args,
@@ -83,7 +85,7 @@ def _gated_kernel(
     x, x_scale, data, scale, row_scale, shared, shared_scale, shared_row_scale, order, tiles, out,
     W, K, E, topk, x_row, scale_row, scale_size,
     BN: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr, ACT: tl.constexpr,
-    WIDE: tl.constexpr, SHARED: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr, SHARED: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """silu(w1 x) * (w3 x) at the choice's row of out [T topk, W]: grid (tiles of W, tiles).
 
@@ -105,11 +107,11 @@ def _gated_kernel(
         )  # fmt: skip
         gate = tile_sum(
             x, token * x_row, fits, x_scale, token * scale_row, data, scale, rows, row_fits, 0, K,
-            K, BN, BM, FORMAT, ACT, WIDE, True,
+            K, BN, BM, FORMAT, ACT, WIDE, True, EVEN,
         )  # fmt: skip
         up = tile_sum(
             x, token * x_row, fits, x_scale, token * scale_row, data, scale, rows + W, row_fits, 0,
-            K, K, BN, BM, FORMAT, ACT, WIDE, ALIGNED,
+            K, K, BN, BM, FORMAT, ACT, WIDE, ALIGNED, EVEN,
         )  # fmt: skip
         gate = gate * whole_scale(scale, row_scale, rows, row_fits, FORMAT, BN)[:, None]
         up = up * whole_scale(scale, row_scale, rows + W, row_fits, FORMAT, BN)[:, None]
@@ -126,7 +128,7 @@ def _outer_kernel(
     x, x_scale, data, scale, row_scale, shared, shared_scale, shared_row_scale, order, tiles, out,
     H, K, E, x_row, scale_row, scale_size,
     BN: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr, ACT: tl.constexpr,
-    WIDE: tl.constexpr, SHARED: tl.constexpr,
+    WIDE: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """w2 times inner rows at the choice's row of out fp32 [T topk, H]: grid (tiles of H, tiles)."""
     tile = tiles + tl.program_id(1) * 3
@@ -144,7 +146,7 @@ def _outer_kernel(
         )  # fmt: skip
         found = tile_sum(
             x, choice * x_row, fits, x_scale, choice * scale_row, data, scale, rows, row_fits, 0, K,
-            K, BN, BM, FORMAT, ACT, WIDE, True,
+            K, BN, BM, FORMAT, ACT, WIDE, True, EVEN,
         )  # fmt: skip
         of_matrix = whole_scale(scale, row_scale, rows, row_fits, FORMAT, BN)
         found = found * of_matrix[:, None]
@@ -230,6 +232,8 @@ def each_choice(
 
     def sizes(part: str, w: WeightArgs, columns: int, one: Activation) -> MoETiling:
         default = moe_tiling(rows, topk, experts, columns, units, is_fp4(w.format), arch)
+        if many_experts.serves(one.kind, w, columns, rows * topk, experts):
+            default = MoETiling(128, 128, 8, 3)
         act = KIND_NAMES[one.kind]
         shape = shape_key(FORMAT_NAMES[w.format], rows, columns, w.columns, act)
         return sizes_for(f"moe_{part}", device_name(x.device), shape, default)
@@ -257,12 +261,18 @@ def gated_product(
 ) -> None:
     """Fills the rows of ``out`` [T topk, I] of choices in ``order``."""
     width, other = out.shape[1], shared or w13
+    if many_experts.serves(x.kind, w13, width, out.shape[0], w13.matrices + (shared is not None)):
+        many_experts.gated_product(
+            x, w13, shared, order, topk, plan.columns, plan.warps, plan.stages, out
+        )
+        return
     _gated_kernel[(triton.cdiv(width, plan.columns), order.tiles.shape[0])](
         x.data, x.scale, w13.data, w13.scale, w13.row_scale, other.data, other.scale,
         other.row_scale, order.order, order.tiles, out, width, w13.columns, w13.matrices, topk,
         x.stride, x.scale_stride, w13.scale_size,
         BN=plan.columns, BM=order.rows, FORMAT=w13.format, ACT=x.kind, WIDE=x.meets(w13),
-        SHARED=shared is not None, ALIGNED=width % plan.columns == 0, num_warps=plan.warps,
+        SHARED=shared is not None, ALIGNED=width % plan.columns == 0,
+        EVEN=w13.columns % K_TILE == 0, num_warps=plan.warps,
         num_stages=stages_within(plan.stages, plan.columns, order.rows, w13.data, x.data),
     )  # fmt: skip
 
@@ -277,12 +287,15 @@ def outer_product(
 ) -> None:
     """Fills the rows of ``out`` fp32 [T topk, H] of choices in ``order``; x has these rows too."""
     other = shared or w2
+    if many_experts.serves(x.kind, w2, w2.rows, out.shape[0], w2.matrices + (shared is not None)):
+        many_experts.outer_product(x, w2, shared, order, plan.columns, plan.warps, plan.stages, out)
+        return
     _outer_kernel[(triton.cdiv(w2.rows, plan.columns), order.tiles.shape[0])](
         x.data, x.scale, w2.data, w2.scale, w2.row_scale, other.data, other.scale, other.row_scale,
         order.order, order.tiles, out, w2.rows, w2.columns, w2.matrices, x.stride, x.scale_stride,
         w2.scale_size,
         BN=plan.columns, BM=order.rows, FORMAT=w2.format, ACT=x.kind, WIDE=x.meets(w2),
-        SHARED=shared is not None, num_warps=plan.warps,
+        SHARED=shared is not None, EVEN=w2.columns % K_TILE == 0, num_warps=plan.warps,
         num_stages=stages_within(plan.stages, plan.columns, order.rows, w2.data, x.data),
     )  # fmt: skip
 

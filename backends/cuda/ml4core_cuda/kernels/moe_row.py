@@ -14,14 +14,15 @@ from torch import Tensor
 
 from ml4core_cuda.kernels.expert_matrix import expert_matrix
 from ml4core_cuda.kernels.gemm import RowTiling, row_tiling
-from ml4core_cuda.kernels.products import APART, IN_TURN, TOGETHER, row_sum
+from ml4core_cuda.kernels.prefetch import prefetch_rows
+from ml4core_cuda.kernels.row_sums import APART, IN_TURN, TOGETHER, row_sum
 from ml4core_cuda.kernels.target import device_name
 from ml4core_cuda.tuned import sizes_for
+from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
 from ml4core_triton.kernels.numeric import narrow
 from ml4core_triton.kernels.silu_mul import silu
 from ml4core_triton.kernels.target import units_of
 from ml4core_triton.kernels.weights import FORMAT_NAMES, WeightArgs, whole_scale
-
 
 _APART, _IN_TURN = tl.constexpr(APART), tl.constexpr(IN_TURN)
 _TOGETHER = tl.constexpr(TOGETHER)
@@ -32,18 +33,24 @@ def _gated_row_kernel(
     x, data, scale, row_scale, shared, shared_scale, shared_row_scale, weights, ids, out, W, K,
     scale_size, first_expert, E,
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """silu(w1 x) * (w3 x) of each choice, out [topk, W]: grid (tiles of W, topk). ``WHOLE``: W is a
     multiple of 128, and so of BN.
     """
     choice = tl.program_id(1)
+    STORED: tl.constexpr = 2 if FORMAT >= 4 else 1
+    SIZE: tl.constexpr = data.dtype.element_ty.primitive_bitwidth // 8
+    # Rows of w1 and of w3 in turn, so that one loop reads both.
+    index = tl.arange(0, 2 * BN)
+    row = tl.program_id(0) * BN + index // 2
+    rows, fits = row + (index % 2) * W, row < W
+    let_next_begin(DEPENDENT)
+    if SHARED and choice == tl.num_programs(1) - 1:
+        prefetch_rows(shared, rows, fits, K // STORED, SIZE, DEPENDENT)
+    wait_for_previous(DEPENDENT)
     expert = tl.load(ids + choice) - first_expert
     if (expert >= 0) & (expert < E + SHARED) & (tl.load(weights + choice) != 0):
-        # Rows of w1 and of w3 in turn, so that one loop reads both.
-        index = tl.arange(0, 2 * BN)
-        row = tl.program_id(0) * BN + index // 2
-        rows, fits = row + (index % 2) * W, row < W
         data, scale, row_scale = expert_matrix(
             data, scale, row_scale, shared, shared_scale, shared_row_scale, expert, E, 2 * W, K,
             scale_size, FORMAT, SHARED,
@@ -64,11 +71,17 @@ def _outer_row_kernel(
     x, data, scale, row_scale, shared, shared_scale, shared_row_scale, weights, ids, out, H, K,
     scale_size, first_expert, E,
     TOPK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    SHARED: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of w2 times x [topk, K], out [H]: grid (tiles of H,)."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     fits = rows < H
+    STORED: tl.constexpr = 2 if FORMAT >= 4 else 1
+    SIZE: tl.constexpr = data.dtype.element_ty.primitive_bitwidth // 8
+    let_next_begin(DEPENDENT)
+    if SHARED:
+        prefetch_rows(shared, rows, fits, K // STORED, SIZE, DEPENDENT)
+    wait_for_previous(DEPENDENT)
     total = tl.zeros([BN], tl.float32)
     for choice in range(TOPK):
         expert = tl.load(ids + choice) - first_expert
@@ -101,9 +114,12 @@ def one_row(
     ids: Tensor,
     first_expert: int,
     out: Tensor,
+    *,
+    ahead: bool = False,
 ) -> None:
     """Fills ``out`` [1, H] with the experts ``ids`` [1, topk] of ``x`` [1, H]. With ``shared`` (its
-    w13 and w2), id E is that expert.
+    w13 and w2), id E is that expert, and the last choice. ``ahead``: the launches may begin before
+    the end of the one before each.
     """
     topk, units, name = ids.shape[1], units_of(x.device), device_name(x.device)
 
@@ -123,7 +139,8 @@ def one_row(
         w13.scale_size, first_expert, w13.matrices,
         BN=plan.columns, BK=plan.block, FORMAT=w13.format,
         SHARED=int(shared is not None), STAGES=plan.stages, WHOLE=w2.columns % 128 == 0,
-        EVEN=w13.columns % plan.block == 0, num_warps=plan.warps,
+        EVEN=w13.columns % plan.block == 0, DEPENDENT=ahead, num_warps=plan.warps,
+        **dependent(ahead),
     )  # fmt: skip
     plan = sizes("outer", w2, w2.rows, 1)
     _outer_row_kernel[(triton.cdiv(w2.rows, plan.columns),)](
@@ -131,5 +148,5 @@ def one_row(
         weights, ids, out, w2.rows, w2.columns, w2.scale_size, first_expert, w2.matrices,
         TOPK=topk, BN=plan.columns, BK=plan.block, FORMAT=w2.format,
         SHARED=int(shared is not None), STAGES=plan.stages, EVEN=w2.columns % plan.block == 0,
-        num_warps=plan.warps,
+        DEPENDENT=ahead, num_warps=plan.warps, **dependent(ahead),
     )  # fmt: skip

@@ -106,9 +106,7 @@ def tile_mla_kernel(
     total = tl.zeros((BH,), tl.float32)
     for start in range(first, last, BK):
         index = start + tl.arange(0, BK)
-        offsets, valid = _place(
-            slots, index, last, all_slots, page_stride, row_stride, BLOCK_SIZE
-        )
+        offsets, valid = _place(slots, index, last, all_slots, page_stride, row_stride, BLOCK_SIZE)
         tile = key_tile(rows, offsets, valid, KIND, BK, INTEGERS)
         # The step for many heads takes the product with rope parts away from that with latents.
         rope = rope_rows(rows, offsets, valid, KIND, not KEY_MAJOR)

@@ -8,6 +8,7 @@ library says of a call that it doesn't take comes through.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -58,22 +59,32 @@ def deep_gemm_logits(
     factor = (weights * power * scale).contiguous()
     pages = cache.parts[0].view(cache.blocks, cache.block_size, 1, width + 4)
     columns = table.shape[1] * cache.block_size
-    error: Exception | None = None
-    for lens in (visible.view(rows, 1), visible):
-        try:
-            plan = module.get_paged_mqa_logits_metadata(lens, cache.block_size, units_of(q.device))
-            if hasattr(module, "fp8_paged_mqa_logits"):
-                function = module.fp8_paged_mqa_logits
-                given: Any = codes
-            else:
-                function, given = module.fp8_fp4_paged_mqa_logits, (codes, None)
-            rest = (pages, factor, lens, table, plan, columns)
-            function(given, *rest, clean_logits=False)
-            return lambda: function(given, *rest, clean_logits=False)
-        except (RuntimeError, TypeError, ValueError) as found:
-            error = found
-    assert error is not None
-    raise error
+    # Its releases differ in the rank of lengths: one a row of a request, or one a request.
+    lens = visible.view(rows, 1) if hasattr(module, "fp8_fp4_paged_mqa_logits") else visible
+    plan = module.get_paged_mqa_logits_metadata(lens, cache.block_size, units_of(q.device))
+    if hasattr(module, "fp8_paged_mqa_logits"):
+        function: Any = module.fp8_paged_mqa_logits
+        given: Any = codes
+    else:
+        function, given = module.fp8_fp4_paged_mqa_logits, (codes, None)
+    # Columns that a row doesn't see are left as they are, which some releases must be told.
+    named = {"clean_logits": False} if _takes(function, "clean_logits") else {}
+    rest = (pages, factor, lens, table, plan, columns)
+
+    def call() -> Tensor:
+        found: Tensor = function(given, *rest, **named)
+        return found
+
+    call()
+    return call
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter; one that doesn't tell is of a release that had it."""
+    try:
+        return name in signature(function).parameters
+    except ValueError:
+        return True
 
 
 def deep_gemm_product(x: Tensor, weight: Weight, *_: Any) -> Call:

@@ -66,10 +66,12 @@ def _gemms(small: bool) -> Iterator[Work]:
         shape = products.shape_key(format, rows, n, k, kind)
         tuned: list[Any] = []
         if not small:
-            row = rows == 1 and act is None and format not in ("nvfp4", "mxfp4")
-            candidates = sizes.GEMM_ROW if row else sizes.gemm_tile(rows)
-            if rows in (1, 64, 4096) or n == _H:
-                tuned = [("gemm_row" if row else "gemm_tile", shape, candidates)]
+            if rows == 1 and act is None:
+                tuned = [("gemm_row", shape, sizes.GEMM_ROW)]
+            elif rows == 4096:
+                tuned = [("gemm_many", shape, sizes.gemm_many(act is not None))]
+            elif rows == 64 or n == _H:
+                tuned = [("gemm_tile", shape, sizes.gemm_tile(rows))]
         yield Work(
             f"gemm {format} {n}x{k} {rows} rows" + (f" act {act}" if act else ""),
             "gemm",
@@ -112,7 +114,7 @@ def _experts(small: bool) -> Iterator[Work]:
     def make(seed: int, device: torch.device, *, format: str, rows: int) -> Inputs:
         draw = Draw(seed, device)
         w13, w2 = _matrices(format, width, inner, count, device)
-        ids = _spread(draw, rows, count)
+        ids = _spread(seed, rows, count).to(device)
         weights = draw.normal(rows, _TOPK).abs() + 0.1
         return draw.bf16(rows, width), w13, w2, weights, ids
 
@@ -122,7 +124,7 @@ def _experts(small: bool) -> Iterator[Work]:
     if not small:
         shapes.insert(4, ("fp8_block", 4096, "fp8_block"))
     for format, rows, act in shapes:
-        touched = min(count, round(count * (1 - (1 - _TOPK / count) ** rows)))
+        touched = sum(_spread(seed, rows, count).unique().numel() for seed in (0, 1)) / 2
         nbytes = int(touched * 3 * width * inner * _BITS[format] / 8) + rows * width * 4
         told, us = "", 0.0
         if format == "fp8_block" and rows <= 64:
@@ -137,14 +139,14 @@ def _experts(small: bool) -> Iterator[Work]:
         tuned: list[Any] = []
         if not small:
             kind = "numbers" if act is None else "codes by block"
-            if rows == 1 and format == "fp8_block":
+            if rows == 1:
                 keys = [
                     moe_row.shape_key(format, p, inner, width, _TOPK) for p in ("gated", "outer")
                 ]
                 tuned = [("moe_row", key, sizes.MOE_ROW) for key in keys]
             else:
                 shape = experts.shape_key(format, rows, width, width, kind)
-                tiles = sizes.moe(rows)
+                tiles = sizes.MOE_MANY if act else sizes.moe(rows)
                 tuned = [("moe_gated", shape, tiles), ("moe_outer", shape, tiles)]
         yield Work(
             f"experts {format} {rows} rows" + (f" act {act}" if act else ""),
@@ -162,11 +164,12 @@ def _experts(small: bool) -> Iterator[Work]:
         )
 
 
-def _spread(draw: Draw, rows: int, count: int) -> Tensor:
-    """Expert ids [rows, topk], each once a row, as evenly spread as chance has it."""
-    if draw.device.type == "meta":
-        return torch.empty(rows, _TOPK, dtype=torch.int64, device=draw.device)
-    return draw.normal(rows, count).topk(_TOPK)[1]
+@kept
+def _spread(seed: int, rows: int, count: int) -> Tensor:
+    """Expert ids [rows, topk], each once a row, as evenly spread as chance has it: on the host, as
+    the bytes that a work touches follow from them.
+    """
+    return Draw(seed, torch.device("cpu")).normal(rows, count).topk(_TOPK)[1]
 
 
 def _experts_error(inputs: Inputs, found: Tensor, *, act: str | None) -> float:

@@ -13,32 +13,41 @@ def grid(**values: tuple[int, ...]) -> tuple[Sizes, ...]:
     return tuple(dict(zip(names, each, strict=True)) for each in product(*values.values()))
 
 
-_SPARSE = (
-    (16, 32, 4, 2),
-    (16, 64, 4, 2),
-    (16, 64, 8, 2),
-    (16, 128, 8, 1),
-    (32, 32, 8, 1),
-    (32, 64, 8, 1),
-    (64, 32, 8, 2),
-    (64, 64, 8, 2),
-    (64, 64, 8, 1),
+_MANY_HEADS = ((64, 1, 1), (64, 0, 1), (64, 1, 0), (32, 1, 1), (32, 0, 1))
+"""Keys of a tile, whether they are decoded in integers, and asked for ahead."""
+_FEW_HEADS = (
+    *((128, 8, 1, 1), (128, 8, 0, 1), (128, 8, 0, 0)),
+    *((64, 4, 1, 1), (64, 4, 0, 1), (64, 8, 1, 1), (64, 8, 0, 1)),
 )
-"""Heads, keys, warps and stages."""
+"""The same, with warps behind the keys."""
+_BY_SLOTS = ((16, 64, 8, 2), (64, 64, 8, 2))
+"""Heads, keys, warps and stages of the form that serves all rows."""
 
 
 def sparse_mla(rows: int, heads: int, keys: int, units: int = 132) -> tuple[Sizes, ...]:
-    """Tiles, and splits for a half, one, two and three programs a multiprocessor."""
+    """Tiles of either form, and splits for a half, one and two programs a multiprocessor."""
+    tile = 64 if heads > 32 else max(16, heads)
+    if heads > 32:
+        tried = [(k, 8, i, f, (0.5, 1)) for k, i, f in _MANY_HEADS]
+    else:
+        tried = [(k, w, i, f, (0.5, 1) if k == 128 else (1, 2)) for k, w, i, f in _FEW_HEADS]
     found: dict[tuple[int, ...], Sizes] = {}
-    for tile, block, warps, stages in _SPARSE:
-        if tile > 16 and tile > heads:
-            continue
-        programs = rows * -(-heads // tile)
-        for waves in (0.5, 1, 2, 3):
-            splits = max(1, min(-(-keys // block), int(waves * units) // programs))
-            sizes = dict(heads=tile, keys=block, splits=splits, warps=warps, stages=stages)
+    for block, warps, integers, fetch, waves in tried:
+        for wave in waves:
+            splits = _splits(rows * -(-heads // tile), keys, block, wave, units)
+            sizes = dict(heads=tile, keys=block, splits=splits, warps=warps, stages=1, form=1)
+            sizes |= dict(integers=integers, fetch=fetch)
+            found[tuple(sizes.values())] = sizes
+    for tile, block, warps, stages in _BY_SLOTS:
+        if tile == 16 or tile <= heads:
+            splits = _splits(rows * -(-heads // tile), keys, block, 1, units)
+            sizes = dict(heads=tile, keys=block, splits=splits, warps=warps, stages=stages, form=0)
             found[tuple(sizes.values())] = sizes
     return tuple(found.values())
+
+
+def _splits(programs: int, keys: int, block: int, wave: float, units: int) -> int:
+    return max(1, min(-(-keys // block), int(wave * units) // programs))
 
 
 WINDOW_MLA = tuple(
@@ -52,38 +61,50 @@ WINDOW_MLA = tuple(
     )
     for v in (1, 2)
 )
-INDEXER_LOGITS = tuple(
-    dict(keys=k, columns=256, waves=v, warps=w, stages=s)
-    for k, w in ((64, 4), (128, 4), (128, 8), (256, 8))
-    for v in (1, 2, 4)
-    for s in (1, 3, 4)
-)
-TOPK = (
+INDEXER_LOGITS = (
     *(
-        dict(first=f, part=p, each=e)
-        for f in (8192, 16384)
-        for p in (2048, 4096)
-        for e in (512, 1024)
+        dict(keys=64, columns=256, waves=v, warps=w, stages=1, paged=1)
+        for w in (4, 8)
+        for v in (1, 2, 4, 6, 10)
     ),
-    dict(first=16384, part=8192, each=512),
-    dict(first=32768, part=4096, each=1024),
+    *(
+        dict(keys=k, columns=256, waves=v, warps=w, stages=3, paged=0)
+        for k, w in ((128, 4), (128, 8))
+        for v in (2, 4)
+    ),
 )
+
+
+def topk(rows: int, columns: int) -> tuple[Sizes, ...]:
+    """Parts of a row for the sieve; the tournament is a candidate beside them."""
+    parts = (1, 2, 4) if columns <= 1 << 16 else (1, 2, 8, 16)
+    sieve = tuple(
+        dict(sieve=1, entries=max(1 << 13, columns // p), warps=w)
+        for p in parts
+        if p == 1 or rows * p <= 264
+        for w in (8, 16)
+    )
+    found = {tuple(one.items()): one for one in sieve}
+    return (*found.values(), dict(sieve=0, first=16384, part=4096, each=1024))
+
+
 GEMM_ROW = tuple(
     dict(columns=c, block=b, warps=w, stages=s)
     for c, b, w in (
-        *((4, 1024, 4), (4, 2048, 4), (8, 512, 4), (8, 1024, 4)),
-        *((16, 256, 4), (16, 512, 4), (16, 512, 8), (32, 256, 4)),
+        *((4, 2048, 4), (8, 1024, 4), (8, 2048, 4), (8, 2048, 8)),
+        *((16, 512, 4), (16, 1024, 4), (16, 2048, 8), (32, 512, 4)),
     )
-    for s in (2, 4)
+    for s in (1, 3, 4)
 )
+"""A thread holds 8 columns of some rows, so that a block of 1,024 fills four warps."""
 MOE_ROW = GEMM_ROW
 EXPERT_ROWS = tuple(
     dict(columns=c, block=b, warps=w, stages=s)
     for c, b, w in (
-        *((4, 256, 4), (4, 512, 4), (8, 256, 4), (8, 512, 4)),
-        *((16, 256, 4), (16, 128, 4), (8, 256, 2), (32, 256, 8)),
+        *((4, 1024, 4), (8, 1024, 4), (8, 512, 4), (16, 256, 4)),
+        *((16, 512, 4), (32, 256, 4), (32, 256, 8)),
     )
-    for s in (3, 5)
+    for s in (2, 3, 5)
 )
 
 
@@ -93,15 +114,37 @@ def gemm_tile(rows: int) -> tuple[Sizes, ...]:
         many = max(16, rows)
         return tuple(
             dict(columns=c, rows=many, parts=p, warps=w, stages=s)
-            for c, w in ((64, 4), (128, 8))
+            for c, w in ((64, 4), (128, 4), (128, 8))
             for p in (1, 2, 4, 8)
-            for s in (3, 4)
+            for s in (3, 5)
         )
     return tuple(
         dict(columns=c, rows=r, parts=1, warps=w, stages=s)
         for c, r, w in ((128, 128, 8), (128, 256, 8), (128, 64, 4), (64, 128, 4), (128, 128, 4))
         for s in (3, 4)
     )
+
+
+def gemm_many(codes: bool) -> tuple[Sizes, ...]:
+    """Of ``many_rows``: two tiles of the weight against one of codes, or the other way about."""
+    shapes = ((128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 8, 4), (64, 128, 4, 2))
+    if not codes:
+        shapes = ((128, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 3), (64, 128, 4, 3))
+    return tuple(
+        dict(rows=r, columns=c, group=g, warps=w, stages=s)
+        for r, c, w, s in shapes
+        for g in (4, 8, 16)
+    )
+
+
+MOE_MANY = tuple(
+    dict(columns=c, rows=r, warps=w, stages=s)
+    for c, r, w, s in (
+        *((128, 128, 8, 3), (128, 128, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4)),
+        *((128, 64, 4, 2), (128, 64, 4, 3)),
+    )
+)
+"""Of ``many_experts``."""
 
 
 def moe(rows: int, topk: int = 4, experts: int = 128) -> tuple[Sizes, ...]:

@@ -62,8 +62,8 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """``outs`` [parts, rows, L] and ``lses`` [parts, rows]: out [rows, L] in ``dtype``, lse [rows].
 
-    Rows and parts may be strided, the last axis of ``outs`` may not. ``ahead``: the launch may begin
-    before the end of the one before it.
+    Rows and parts may be strided, the last axis of ``outs`` may not. ``ahead``: the launch may
+    begin before the end of the one before it.
     """
     parts, rows, latent = outs.shape
     out = torch.empty(rows, latent, dtype=dtype, device=outs.device)

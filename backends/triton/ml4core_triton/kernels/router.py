@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
 from ml4core_triton.kernels.numeric import dot, narrow, next_power, rows_of, widen
 from ml4core_triton.kernels.target import units_of
 
@@ -23,8 +24,12 @@ from ml4core_triton.kernels.target import units_of
 def _logits_kernel(
     x, weight, parts, T, E, H, x_row, steps,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Partial logits [parts, T, E]: grid (tiles of E, tiles of T, parts)."""
+    """Partial logits [parts, T, E]: grid (tiles of E, tiles of T, parts). ``AHEAD``: the next
+    launch may begin before the end of this one.
+    """
+    let_next_begin(AHEAD)
     expert = tl.program_id(0) * BN + tl.arange(0, BN)
     token = tl.program_id(1) * BM + tl.arange(0, BM)
     part = tl.program_id(2)
@@ -95,9 +100,11 @@ def selected(
 def _select_kernel(
     parts, weights, ids, T, E, routed_scale,
     PARTS: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (T,)."""
+    let_next_begin(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     selected(
         parts, tl.program_id(0), T, E, weights, ids, routed_scale, PARTS, TOPK, RENORMALIZE, SHARED,
         BLOCK,
@@ -115,10 +122,12 @@ def router(
 
 
 def route(
-    x: Tensor, weight: Tensor, topk: int, renormalize: bool, routed_scale: float, shared: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, topk: int, renormalize: bool, routed_scale: float, shared: bool,
+    *, ahead: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same; with ``shared`` one choice more, of expert E with weight 1, and NaN for the weights
-    of a row that can't be judged.
+    of a row that can't be judged. ``ahead``: the second launch, and what follows it, may begin
+    before the end of the one before, where the device can do that.
     """
     rows, experts = x.shape[0], weight.shape[0]
     if not 1 <= topk <= experts:
@@ -127,16 +136,17 @@ def route(
     weights = torch.empty(rows, count, dtype=torch.float32, device=x.device)
     ids = torch.empty(rows, count, dtype=torch.int64, device=x.device)
     if rows:
-        parts = logit_parts(x, weight)
+        parts = logit_parts(x, weight, ahead=ahead)
         _select_kernel[(rows,)](
             parts, weights, ids, rows, experts, float(routed_scale),
             PARTS=parts.shape[0], TOPK=topk, RENORMALIZE=renormalize, SHARED=int(shared),
-            BLOCK=next_power(max(experts, count)), num_warps=1,
+            BLOCK=next_power(max(experts, count)), DEPENDENT=ahead, num_warps=1,
+            **dependent(ahead),
         )  # fmt: skip
     return weights, ids
 
 
-def logit_parts(x: Tensor, weight: Tensor) -> Tensor:
+def logit_parts(x: Tensor, weight: Tensor, *, ahead: bool = False) -> Tensor:
     """Logits fp32 [parts, T, E], to be added in order."""
     x, weight = rows_of(x), weight.to(torch.float32).contiguous()
     (rows, width), experts = x.shape, weight.shape[0]
@@ -150,6 +160,7 @@ def logit_parts(x: Tensor, weight: Tensor) -> Tensor:
     found = torch.empty(count, rows, experts, dtype=torch.float32, device=x.device)
     _logits_kernel[(*tiles, count)](
         x, weight, found, rows, experts, width, x.stride(0), triton.cdiv(steps, count),
-        BN=each, BM=many, BK=block, SPLIT=x.dtype == torch.bfloat16, num_warps=4, num_stages=3,
+        BN=each, BM=many, BK=block, SPLIT=x.dtype == torch.bfloat16, AHEAD=ahead, num_warps=4,
+        num_stages=3,
     )  # fmt: skip
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -217,12 +218,14 @@ def scores(
     codes: bool,
     fill: bool,
     ahead: bool = False,
+    kernel: Callable[[Tiling], Any] | None = None,
 ) -> Tensor:
     """Scores fp32 [T, S] of queries [T, Hi, D] with weights fp32 [T, Hi]; -inf where a row doesn't
     see, or without ``fill`` what the memory was.
 
     ``plan`` gives the sizes, by whether operands are fp32; ``codes``: they meet as they are, in
     place of float16. ``ahead``: the launch may begin before the end of the one before it.
+    ``kernel`` gives another kernel of the same arguments, by the sizes.
     ``ValueError`` for a layout that isn't read.
     """
     keys = index_keys(cache)
@@ -248,7 +251,8 @@ def scores(
     wanted = max(1, sizes.waves * units_of(q.device) // (requests * row_tiles))
     tiles_each = -(-tiles // min(tiles, wanted))
     grid = (requests * row_tiles + (1 if fill else 0), -(-tiles // tiles_each))
-    indexer_logits_kernel[grid](
+    chosen = indexer_logits_kernel if kernel is None else kernel(sizes)
+    chosen[grid](
         q,
         weights,
         scale,

@@ -29,15 +29,19 @@ def attended(q: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return torch.softmax(scores, -1) @ keys[:, :512].double(), torch.logsumexp(scores, -1)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("splits", "form", "integers"), [(1, 0, 0), (5, 0, 0), (1, 1, 1), (2, 1, 0), (3, 1, 1)]
+)
 def test_splits_join_to_the_whole(
-    device: torch.device, splits: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, splits: int, form: int, integers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ml4core_cuda.kernels import sparse_mla as module
 
     draw = torch.Generator().manual_seed(splits)
     cache = latents(device, 16, draw)
-    tiling = module.Tiling(16, 32, splits, 4, 2)
+    keys = 64 if form else 32
+    tiling = module.Tiling(16, keys, splits, 4, 2 - form, form=form, integers=integers)
+    monkeypatch.setattr(module, "filled", lambda *sizes: tiling)
     monkeypatch.setattr(module, "tiling", lambda *sizes: tiling)
     q = torch.randn(3, 8, 576, generator=draw).bfloat16()
     slots = torch.stack([torch.randperm(256, generator=draw)[:160] for _ in range(3)]).int()
@@ -50,6 +54,100 @@ def test_splits_join_to_the_whole(
         assert torch.allclose(lse[t].cpu().double(), sums, rtol=1e-5, atol=1e-5)
     assert not out[2].any()
     assert bool(torch.isneginf(lse[2]).all())
+
+
+@pytest.mark.parametrize("integers", [0, 1])
+def test_many_heads_meet_keys_in_one_tile(
+    device: torch.device, integers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ml4core_cuda.kernels import sparse_mla as module
+
+    draw = torch.Generator().manual_seed(7)
+    cache = latents(device, 8, draw)
+    tiling = module.Tiling(64, 32, 2, 8, 1, form=1, integers=integers)
+    monkeypatch.setattr(module, "filled", lambda *sizes: tiling)
+    q = torch.randn(2, 40, 576, generator=draw).bfloat16()
+    slots = torch.stack([torch.randperm(128, generator=draw)[:70] for _ in range(2)]).int()
+    slots[0, ::7] = torch.tensor([-1, 128, 2**31 - 1, -(2**31), -1, 10**6, 128, -9, 128, -1]).int()
+    lens = torch.tensor([70, 41], dtype=torch.int32)
+    out, lse = module.sparse_mla(q.to(device), cache, slots.to(device), lens.to(device), 0.04)
+    rows = cache.layout.unpack(cache.parts, None).flatten(0, 1).cpu()
+    for t in range(2):
+        own = slots[t, : lens[t]].long()
+        want, sums = attended(q[t], rows[own[(own >= 0) & (own < 128)]])
+        assert float((out[t].cpu().double() - want).norm() / want.norm()) < 4e-3
+        assert torch.allclose(lse[t].cpu().double(), sums, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_a_key_with_nan_spoils_the_rows_that_see_it(device: torch.device, heads: int) -> None:
+    from ml4core_cuda.kernels import sparse_mla as module
+    from ml4core_cuda.tuned import forced
+
+    draw = torch.Generator().manual_seed(heads)
+    cache = latents(device, 4, draw)
+    cache.parts[0].view(4 * BLOCK, -1)[9, 333] = 0xFF
+    q = torch.randn(2, heads, 576, generator=draw).bfloat16().to(device)
+    slots = torch.arange(20, dtype=torch.int32, device=device).repeat(2, 1)
+    lens = torch.tensor([20, 9], dtype=torch.int32, device=device)
+    for integers in (0, 1):
+        key = module.shape_key("fp8_ds_mla", 2, heads, 20)
+        with forced("sparse_mla", key, {"form": 1, "integers": integers}):
+            out, lse = module.sparse_mla(q, cache, slots, lens, 0.04)
+        assert bool(out[0].isnan().any(-1).all())
+        assert bool(lse[0].isnan().all())
+        assert not out[1].isnan().any()
+
+
+def test_scores_by_pages_are_those_of_any_tile(device: torch.device) -> None:
+    from ml4core_cuda.kernels import indexer_logits as module
+    from ml4core_cuda.tuned import forced
+
+    draw = torch.Generator().manual_seed(4)
+    layout = index_layout("planar_f32")
+    parts = layout.pack(torch.randn(6, 64, 128, generator=draw), None)
+    cache = KVCache(layout, 64, tuple(part.to(device) for part in parts))
+    q = torch.randn(6, 8, 128, generator=draw).to(device)
+    weights = torch.randn(6, 8, generator=draw).to(device)
+    table = torch.tensor([[1, 2, -1], [3, 99, 4]], dtype=torch.int32, device=device)
+    start = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)  # the last row is nobody's
+    visible = torch.tensor([60, 61, 62, 191, 192, 7], dtype=torch.int32, device=device)
+    found = []
+    for paged in (1, 0):
+        sizes = {"paged": paged, "keys": 64, "waves": 1}
+        with forced("indexer_logits", module.shape_key(6, 8, 192, 3), sizes):
+            found.append(module.indexer_logits(q, weights, 0.1, cache, table, start, visible, 3))
+    assert torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-6)
+    assert bool(torch.isneginf(found[0][5]).all())
+
+
+@pytest.mark.parametrize("kind", ["normal", "tied", "crowded"])
+def test_topk_by_a_sieve(device: torch.device, kind: str) -> None:
+    """Long enough for a second reading; scores that tie at the border; more that reach the floor
+    than the list holds. In one part and in two.
+    """
+    from ml4core_cuda.kernels import topk as module
+    from ml4core_cuda.tuned import forced
+
+    draw = torch.Generator().manual_seed(5)
+    columns, k = 6000, 300
+    scores = torch.randn(2, columns, generator=draw)
+    if kind == "tied":
+        scores = scores.clamp(max=1.0).relu()
+        scores[0, 77] = float("nan")
+        scores[1, ::2] = float("-inf")
+    elif kind == "crowded":
+        scores = scores.abs() + 10.0 * (torch.arange(columns) % 1024 < 290)
+    visible = torch.tensor([columns, 5001], dtype=torch.int32)
+    for entries in (8192, 4096):
+        with forced("topk", module.shape_key(2, columns, k), {"entries": entries}):
+            positions, lens, nans = module.topk(scores.to(device), visible.to(device), k)
+        for t in range(2):
+            own = scores[t, : visible[t]].nan_to_num(-1e9, float("inf"), float("-inf"))
+            want = torch.sort(own, descending=True, stable=True)[1][:k].sort()[0]
+            assert positions[t].tolist() == want.tolist()
+        assert lens.tolist() == [k, k]
+        assert nans.tolist() == [kind == "tied", False]
 
 
 @pytest.mark.parametrize("tile", [256, 1024])

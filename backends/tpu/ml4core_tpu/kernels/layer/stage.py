@@ -110,7 +110,7 @@ class LayerPrograms:
         if shares and selection is None:
             raise ValueError(f"layer {layer.index} shares a selection, and was given none")
         pages = min(self._buckets.pages, kv.latent.blocks)
-        requests = max(self._buckets.most_requests, plan.shape.requests)
+        requests = self._buckets.tables(plan.shape.requests)
         return (
             self._arrays(weights),
             step_of(plan, bucket, requests, max(pages, plan.block_tables["latent"].shape[1])),
@@ -150,6 +150,10 @@ def _of_rows(arguments: tuple[Any, ...], rows: int, wanted: int) -> tuple[Any, .
     return weights, step, caches, sized(residual), sized(hidden), sized(chosen), norm
 
 
+_program = jax.jit(decoder_layer, static_argnums=0)
+"""One function for all sessions, so that JAX finds again what it has traced for another."""
+
+
 def _lowered(form: Form, arguments: Sequence[Any]) -> Any:
     shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), arguments)
-    return jax.jit(partial(decoder_layer, form)).trace(*shapes).lower()
+    return _program.trace(form, *shapes).lower()

@@ -121,9 +121,9 @@ def _losses(
     )  # fmt: skip
     shown = (training["sparse"], training["dense"], first["dense"], dense["dense"])
     rows = tuple(
-        (part, *(f"{losses[part]:.3f}" for losses in shown))
+        (part, *(f"{losses[part]:.3f}" if part in losses else "" for losses in shown))
         for part in SHOWN
-        if all(part in losses for losses in shown)
+        if part in shown[0]
     )
     return Table("Validation loss", columns, rows)
 

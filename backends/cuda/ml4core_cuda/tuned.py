@@ -38,7 +38,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "attend_slots",
             "attend",
             "latents",
-        ),  # fmt: skip
+        ),
         "merge_lse": ("merge_lse",),
         "window_mla": ("window_mla", "attend", "latents"),
         "indexer_logits": ("indexer_logits", "score_keys", "keys", "page_logits"),
@@ -47,8 +47,22 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gemm_tile": ("gemm", "products", "weight_tiles", "weights"),
         "gemm_many": ("gemm", "many_rows"),
         "moe_row": ("moe_row", "latency_experts", "row_sums", "fp4", "weights"),
-        "moe_gated": ("moe_experts", "many_experts", "many_rows", "products", "weight_tiles", "fp4"),
-        "moe_outer": ("moe_experts", "many_experts", "many_rows", "products", "weight_tiles", "fp4"),
+        "moe_gated": (
+            "moe_experts",
+            "many_experts",
+            "many_rows",
+            "products",
+            "weight_tiles",
+            "fp4",
+        ),
+        "moe_outer": (
+            "moe_experts",
+            "many_experts",
+            "many_rows",
+            "products",
+            "weight_tiles",
+            "fp4",
+        ),
         "router": ("router",),
         "attn_inputs": ("attn_inputs", "attn_products", "row_sums", "products", "weight_tiles"),
     }

@@ -81,7 +81,8 @@ class Watch(TorchDispatchMode):
         masked = False
         if name.startswith(("aten::index.", "aten::index_put")):
             masked = any(x.dtype in (torch.bool, torch.uint8) for x in _tensors(args[1:2]))
-        queued = name.startswith(("aten::_to_copy", "aten::copy_")) and _queued(result, args, kwargs)
+        copies = name.startswith(("aten::_to_copy", "aten::copy_"))
+        queued = copies and _queued(result, args, kwargs)
         self.seen.append(Seen(name, _forms((args, kwargs or {})), _forms(result), masked, queued))
         return result
 

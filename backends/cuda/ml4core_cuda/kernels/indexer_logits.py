@@ -1,7 +1,7 @@
 """``indexer_logits``: scores of the lightning indexer over paged keys.
 
-The kernel is ``score_keys``, or on Hopper ``page_logits`` where pages are of 64 keys. Codes meet in float16: E4M3's own matrix instruction keeps too few
-bits of a sum for the contract.
+The kernel is ``score_keys``, or on Hopper ``page_logits`` where pages are of 64 keys. Codes meet in
+float16: E4M3's own matrix instruction keeps too few bits of a sum for the contract.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Scores of the indexer, a page of keys at a time: what ``indexer_logits`` launches on Hopper.
 
 A page is one run of bytes, so a program that takes whole pages has one address for each, and no
-mask: what lies behind a request's end in its last page is read and not told. Small programs, several
-of which share a multiprocessor, hide each other's waits for memory. Keys are decoded once, into
-shared memory, as the left operand of the product; they pass a ``while`` that runs once, as a left
-operand that was computed would be held in registers, which it reaches by two bytes at a time.
+mask: what lies behind a request's end in its last page is read and not told. Small programs,
+several of which share a multiprocessor, hide each other's waits for memory. Keys are decoded once,
+into shared memory, as the left operand of the product; they pass a ``while`` that runs once, as a
+left operand that was computed would be held in registers, which it reaches by two bytes at a time.
 """
 
 from __future__ import annotations

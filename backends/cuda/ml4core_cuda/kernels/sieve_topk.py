@@ -1,10 +1,10 @@
 """Top-k of a long row by one program that reads it twice: what ``topk`` launches on NVIDIA's.
 
-Lanes, at least twice as many as are wanted, go over the row in strides and keep their maxima. What k
-of these reach is a floor of the answer: so many scores reach it, and few more. They are found in a
-second reading, as bits, and counted; then each place of a short list looks its score up by counts.
-The list is searched for the exact border, and what is chosen is written in order with its slot. A
-row whose scores tie at the floor, or lie so that too many reach it, is read more often instead.
+Lanes, at least twice as many as are wanted, go over the row in strides and keep their maxima. What
+k of these reach is a floor of the answer: so many scores reach it, and few more. They are found in
+a second reading, as bits, and counted; then each place of a short list looks its score up by
+counts. The list is searched for the exact border, and what is chosen is written in order with its
+slot. A row whose scores tie at the floor, or lie so that too many reach it, is read more often.
 
 Very long rows are cut into parts, and what these keep is the row of a second round.
 """
@@ -76,7 +76,7 @@ def _lane_keys(source, begin, end, KEYED: tl.constexpr, LANES: tl.constexpr):
     """Keys uint32 of the largest entry of each lane, not less than that of -inf where there is none
     but NaN; and 1 for lanes with NaN.
     """
-    if KEYED:
+    if KEYED:  # noqa: SIM108, types differ
         best = tl.zeros((LANES,), tl.uint32)
     else:
         best = tl.full((LANES,), float("-inf"), tl.float32)

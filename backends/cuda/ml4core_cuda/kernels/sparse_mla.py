@@ -69,7 +69,9 @@ def filled(rows: int, heads: int, processors: int) -> Tiling:
     if tile == 64:
         keys = 32 if splits > 32 else 64
         return Tiling(tile, keys, splits, 8, 1, form=1)
-    return Tiling(tile, 64 if splits > 16 else 128, splits, 8, 1, form=1)
+    # Eight warps have no registers to ask ahead for the rows of as many heads.
+    fetch = int(tile < 32 or splits > 16)
+    return Tiling(tile, 64 if splits > 16 else 128, splits, 8, 1, form=1, fetch=fetch)
 
 
 def shape_key(layout: str, rows: int, heads: int, keys: int) -> str:

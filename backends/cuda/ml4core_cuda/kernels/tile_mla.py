@@ -1,4 +1,5 @@
-"""``sparse_mla`` over rows of 512 latents and 64 rope values, in the form that fills the matrix units.
+"""``sparse_mla`` over rows of 512 latents and 64 rope values, in the form that fills the matrix
+units.
 
 A program takes one row, a tile of its heads and a part of its keys, as in ``attend_slots``. What a
 later tile of keys needs is asked for while this one is worked on: rows lie anywhere, so a program
@@ -77,7 +78,9 @@ def tile_mla_kernel(
     KEY_MAJOR: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """``KEY_MAJOR``: keys are the left operand. ``JOINED``: the launch that joins the parts may come up while this one runs."""
+    """``KEY_MAJOR``: keys are the left operand. ``JOINED``: the launch that joins the parts may
+    come up while this one runs.
+    """
     let_next_begin(DEPENDENT or JOINED)
     wait_for_previous(DEPENDENT)
     # Splits of one row stand together, so that its queries are read once into L2.

@@ -148,6 +148,8 @@ def _sieved(
             SLOTS=convert,
             DEPENDENT=ahead,
             num_warps=sizes.warps,
+            # Left to itself, the assembler spills to make room for a second program.
+            maxnreg=min(255, 65536 // (32 * sizes.warps)),
             **dependent(ahead),
         )
         if last:

@@ -130,7 +130,7 @@ def test_topk_by_a_sieve(device: torch.device, kind: str) -> None:
     from ml4core_cuda.tuned import forced
 
     draw = torch.Generator().manual_seed(5)
-    columns, k = 6000, 300
+    columns, k = 4200, 300
     scores = torch.randn(2, columns, generator=draw)
     if kind == "tied":
         scores = scores.clamp(max=1.0).relu()
@@ -138,7 +138,7 @@ def test_topk_by_a_sieve(device: torch.device, kind: str) -> None:
         scores[1, ::2] = float("-inf")
     elif kind == "crowded":
         scores = scores.abs() + 10.0 * (torch.arange(columns) % 1024 < 290)
-    visible = torch.tensor([columns, 5001], dtype=torch.int32)
+    visible = torch.tensor([columns, 4101], dtype=torch.int32)
     for entries in (8192, 4096):
         with forced("topk", module.shape_key(2, columns, k), {"entries": entries}):
             positions, lens, nans = module.topk(scores.to(device), visible.to(device), k)

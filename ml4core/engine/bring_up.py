@@ -15,7 +15,6 @@ from ml4core.engine.args import FLAGS, EngineArgs
 from ml4core.engine.cache_sizes import Groups, Wanted, cache_groups, plan_caches
 from ml4core.engine.image_limits import KEPT_ROWS
 from ml4core.engine.memory_plan import UTILIZATION, check_share
-from ml4core.engine.opening import open_steps
 from ml4core.engine.padding import StepSizes
 from ml4core.engine.runner import ModelRunner
 from ml4core.engine.start_up import StartUp
@@ -29,7 +28,6 @@ class BroughtUp(NamedTuple):
     """``start``: None where the device doesn't tell of its memory."""
 
     pools: Pools
-    steps: StepRunner
     start: StartUp | None = None
 
 
@@ -37,11 +35,12 @@ def bring_up(
     args: EngineArgs,
     deployment: Deployment,
     runner: ModelRunner,
+    steps: StepRunner,
     wanted: Wanted,
     load: Callable[[], None],
     told: Told | None = None,
 ) -> BroughtUp:
-    """Loads and allocates. ``load`` gives the runner its weights.
+    """Loads and allocates. ``load`` gives the runner its weights; ``steps`` are of its model.
 
     Raises ``Refused`` and ``RequestError`` for what can be known before it, and before anything is
     allocated; after it ``RequestError`` for caches that don't fit, and ``MemoryError``.
@@ -52,7 +51,7 @@ def bring_up(
         pools = plan_caches(args, deployment, session.layouts, wanted)
         load()
         runner.allocate_kv(pools)
-        return BroughtUp(pools, open_steps(args, deployment, runner))
+        return BroughtUp(pools)
     groups = cache_groups(deployment, session.layouts)
     vision = deployment.model.vision
     start = StartUp.begin(runner.memory, 0 if vision is None else _kept_images(deployment))
@@ -61,7 +60,6 @@ def bring_up(
         check_share(start.before, deployment.gpu_memory_utilization)
     with start.loading(deployment.weight_bytes):
         load()
-    steps = open_steps(args, deployment, runner)
     device = deployment.device.torch_device
     sizes = step_sizes(args, deployment, groups, wanted, getattr(session, "step_buckets", None))
     images = {} if vision is None else {"image": lambda: _encode_largest(runner, vision)}
@@ -73,7 +71,7 @@ def bring_up(
         warm=wanted.fill,  # what known requests need is compiled when they come
         told=told,
     )
-    return BroughtUp(pools, steps, start)
+    return BroughtUp(pools, start)
 
 
 def step_sizes(

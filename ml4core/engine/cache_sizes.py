@@ -105,7 +105,7 @@ class _Sizing:
         pools = kv.Pools(self._groups, sizes, self._size, self._ranks)
         page = sum(group.page_bytes(self._size) for group in full)
         windowed = pools.nbytes - blocks * page
-        self._check_bytes(flag, blocks, pools.nbytes, lambda most: (most - windowed) // page)
+        self._check_bytes(flag, blocks, pools.nbytes, lambda most: max(0, most - windowed) // page)
         if not pools.requests(self._tokens):
             least = max(
                 group.pages(self._tokens, self._size, self._ranks) + kv.NULL_PAGES for group in full

@@ -17,6 +17,7 @@ from ml4core.api import (
     Deployment,
     FaultError,
     ModelSpec,
+    Session,
 )
 from ml4core.engine import resolve as resolving
 from ml4core.engine import switches
@@ -33,7 +34,7 @@ from ml4core.engine.grammars import GrammarCompiler
 from ml4core.engine.image_limits import FLAG as IMAGES_FLAG
 from ml4core.engine.image_limits import image_limit
 from ml4core.engine.kv_pool import Pools
-from ml4core.engine.opening import open_core
+from ml4core.engine.opening import open_core, open_steps
 from ml4core.engine.runner import ModelRunner
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.engine.speculative_config import FLAG, SpeculativeConfig
@@ -124,8 +125,7 @@ class Engine:
         """Closes the session; but for one within which a step never ended: its thread may use it
         for as long as the process lives.
         """
-        if not isinstance(self._steps, TimedSteps) or self._steps.close():
-            self.runner.session.close()
+        _close(self.runner.session, self._steps)
 
 
 def open_engine(
@@ -195,8 +195,10 @@ def open_engine(
         refusals += draft_refusals(config, spec.draft, choice.capabilities, rows)
     registry.check(deployment, choice.capabilities, choice.manager, refusals)
     session = registry.open_session(choice.plugin, deployment)
+    steps: StepRunner | None = None
     try:
         runner = ModelRunner(session, choice.backend.name, deployment, choice.capabilities)
+        steps = open_steps(args, deployment, runner)
         dtype = getattr(torch, deployment.dtype)
 
         def load() -> None:
@@ -211,16 +213,21 @@ def open_engine(
                 runner.load_vision(load_vision(checkpoint, spec.vision, dtype, report=vision))
 
         wanted = Wanted(sequences, tokens_each, fill)
-        plan, steps, start = bring_up(args, deployment, runner, wanted, load, starting)
+        plan, start = bring_up(args, deployment, runner, steps, wanted, load, starting)
         root = cache_root(deployment, plan.layouts, checkpoint.path.glob("*.safetensors"))
         core = open_core(
             args, deployment, choice.capabilities, runner, plan, steps, eos_ids, root, grammars
         )
         planner = {} if start is None else estimates(checkpoint, args, deployment)
     except BaseException:
-        session.close()
+        _close(session, steps)
         raise
     return Engine(choice, deployment, runner, plan, core, config, steps, start, planner)
+
+
+def _close(session: Session, steps: StepRunner | None) -> None:
+    if not isinstance(steps, TimedSteps) or steps.close():
+        session.close()
 
 
 def _with_drafter(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ModelSpec, TensorReport]:

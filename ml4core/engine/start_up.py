@@ -155,7 +155,8 @@ class StartUp:
             activations=max(0, most - trial_caches - loaded.allocated) + self.later,
             runtime=max(0, self._grown(now)),
             graphs=graphs,
-            available=available(now) + now.allocated - self.before.allocated,
+            # What is held beside tensors, even now, lies in pieces, or in graphs of another engine.
+            available=now.free + now.allocated - self.before.allocated,
         )
 
     def _graph_bytes(self, trials: Trials, shapes: Sequence[Any]) -> int:

@@ -170,8 +170,10 @@ class _CheckedSession:
             else:
                 self.executor = _CheckedExecutor(executor, calls)
             memory = calls.guard("memory", lambda: getattr(self._session, "memory", None))
-            if memory is not None and not all(callable(getattr(memory, m, None)) for m in _MEMORY):
-                calls.refuse("memory", f"has {_shown(memory)} there, which lacks {_MEMORY}")
+            lacking = [m for m in _MEMORY if not callable(getattr(memory, m, None))]
+            if memory is not None and lacking:
+                told = ", ".join(lacking)
+                calls.refuse("memory", f"has {_shown(memory)} there, which lacks {told}")
             self.memory: DeviceMemory | None = memory
             buckets = calls.guard(
                 "step_buckets", lambda: getattr(self._session, "step_buckets", None)
@@ -179,12 +181,12 @@ class _CheckedSession:
             if not isinstance(buckets, StepBuckets | None):
                 calls.refuse("step_buckets", f"has {_shown(buckets)} there, no StepBuckets")
             self.step_buckets: StepBuckets | None = buckets
-            told = calls.guard("switches", lambda: getattr(self._session, "switches", {}))
-            if not isinstance(told, Mapping) or not all(
-                isinstance(word, str) for pair in told.items() for word in pair
+            switches = calls.guard("switches", lambda: getattr(self._session, "switches", {}))
+            if not isinstance(switches, Mapping) or not all(
+                isinstance(word, str) for pair in switches.items() for word in pair
             ):
-                calls.refuse("switches", f"has {_shown(told)} there, no words by word")
-            self.switches: Mapping[str, str] = told
+                calls.refuse("switches", f"has {_shown(switches)} there, no words by word")
+            self.switches: Mapping[str, str] = switches
         except BaseException:
             if "close" in found:
                 self.close()

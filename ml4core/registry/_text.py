@@ -11,6 +11,8 @@ _OURS = str(Path(__file__).parent)
 _FRAMES_BELOW = "(most recent call first):"
 _CAUSES = 3
 _MAX_CHARACTERS = 800
+_FULL = ("can't allocate memory", " error: out of memory", "]: out of memory")
+"""What RuntimeErrors say: torch's allocator of the host; torch of a driver; Triton of one."""
 
 
 def one_line(text: str) -> str:
@@ -43,14 +45,14 @@ def describe(error: BaseException) -> str:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: Python's, torch's, or torch's allocator's, which
-    has no type of its own.
+    """Whether an error says that memory ran out: Python's, torch's, or that of torch's allocator of
+    the host or of a GPU's driver, which have no types of their own.
     """
     if isinstance(error, MemoryError):
         return True
     if any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(told in str(error) for told in _FULL)
 
 
 def _place(error: BaseException) -> str:

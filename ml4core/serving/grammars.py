@@ -71,7 +71,7 @@ class LLGrammars:
         for matcher, row, drafts in work:
             assert isinstance(matcher, _LLMatcher)
             # A model may have ids that the tokenizer lacks; asked of one, a matcher fails for good.
-            known = list(takewhile(lambda token: token < self._tokenizer.vocab_size, drafts))
+            known = list(takewhile(lambda token: 0 <= token < self._tokenizer.vocab_size, drafts))
             if known:
                 drafted.append((matcher.inner, row, known))
             else:
@@ -133,7 +133,7 @@ class _LLMatcher:
         self.inner.consume_tokens(list(token_ids))  # what fails is in ``error``
 
     def mended(self, drafts: Sequence[int]) -> list[int]:
-        known = list(takewhile(lambda token: token < self._vocab_size, drafts))
+        known = list(takewhile(lambda token: 0 <= token < self._vocab_size, drafts))
         good = self.inner.validate_tokens(known)
         if good == len(drafts):
             return known

@@ -183,6 +183,27 @@ def test_layers_of_a_step_share_their_plan(aiter: Fake) -> None:
         calls[0](step, LayerKV(cache, None), q, None)
 
 
+def test_layers_of_another_top_k_have_a_plan_of_their_own(aiter: Fake) -> None:
+    from ml4core.api import LayerKV, Selection
+    from ml4core_rocm.kernels.aiter_mla import StepPlans, stage
+
+    random = draw(7)
+    cache = latents("bf16", 4, random)
+    layer = type("Layer", (), {"softmax_scale": 0.04})()
+    shared, step, made = StepPlans(), object(), []
+    for width in (8, 20, 8):
+        slots = torch.stack([torch.randperm(64, generator=random)[:width] for _ in range(2)]).int()
+        lens = torch.full((2,), width, dtype=torch.int32)
+        made.append(Selection(slots, lens, slots, torch.zeros(2, dtype=torch.bool)))
+    q = torch.randn(2, 16, 576, generator=random).bfloat16()
+    for chosen in made:
+        own = LayerKV(dataclasses.replace(cache), None)
+        out, _ = stage(layer, shared)(step, own, q, chosen)
+        for t in (0, 1):
+            assert far(out[t], attended(q[t], cache, chosen.slots[t], 0.04)[0]) < 4e-3
+    assert aiter.names().count("get_mla_metadata_v1") == 2
+
+
 def test_a_row_that_lost_keys_shifts_no_other(aiter: Fake) -> None:
     """NaN among the scores of one layer leaves a row fewer keys than the step's plan counts."""
     from ml4core.api import LayerKV, Selection

@@ -247,8 +247,17 @@ class _Bench:
         config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
         self.state = ServerState()
         self.made = Connection(config, self.state, {}, loop, limits=limits)
-        self.transport: Any = _Transport()
-        self.made.connection_made(self.transport)
+        self.transport = _Transport()
+        transport: Any = self.transport
+        self.made.connection_made(transport)
+        self.started: list[Any] = []  # of requests, those that the application has
+        start = self.made._start_asgi_task
+
+        def started(cycle: Any, app: Any) -> None:
+            self.started.append(cycle)
+            start(cycle, app)
+
+        self.made._start_asgi_task = started  # type: ignore[method-assign]
 
     def check(self, at: float, late: float = 0.0) -> str | None:
         self.now = at
@@ -331,5 +340,114 @@ def test_between_requests_it_is_the_keep_alive_time_that_counts() -> None:
         assert bench.check(1005) is None
         assert bench.check(1011) == "closed"
         assert bench.transport.written.startswith(b"HTTP/1.1 408 ")
+
+    alone(body)
+
+
+def test_headers_have_an_end_however_they_come() -> None:
+    """In one piece, as lines, and behind a body."""
+    line = b"x-more: " + b"x" * 100 + b"\r\n"
+    chunked = HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n \r\n0\r\n"
+    for pieces in (
+        [HEAD + b"x-long: " + b"x" * 5000 + b"\r\n\r\n"],
+        [b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\n\r\n"],
+        [HEAD + line * 50 + b"\r\n"],
+        [HEAD, *[line] * 50],
+        [HEAD + b"x-long: " + b"x" * 5000],
+        [chunked, *[line] * 50],
+    ):
+
+        def body(bench: _Bench, pieces: list[bytes] = pieces) -> None:
+            for piece in pieces:
+                bench.made.data_received(piece)
+            assert bench.transport.ended == "closed"
+            assert bench.transport.written.startswith(b"HTTP/1.1 431 ")
+            assert bench.transport.written.count(b"HTTP/1.1") == 1
+
+        alone(body)
+
+
+def test_a_pipelined_request_waits_for_the_answer_before_it() -> None:
+    first = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    for second in (b"GET ", HEAD + b"content-length: 10\r\n\r\n"):
+
+        def body(bench: _Bench, second: bytes = second) -> None:
+            bench.made.data_received(first + second)
+            bench.made.flow.resume_reading()  # what the first one's application does
+            assert bench.check(1000) is None
+            assert not bench.transport.written
+
+        alone(body)
+
+
+def test_what_was_answered_is_not_answered_again() -> None:
+    """An answer that came before the body's end is the only one."""
+
+    def body(bench: _Bench) -> None:
+        bench.made.data_received(HEAD + b"content-length: 10\r\n\r\n")
+        bench.made.cycle.response_started = bench.made.cycle.response_complete = True
+        assert bench.check(11) == "closed"
+        assert not bench.transport.written
+
+    alone(body)
+
+
+def test_empty_lines_are_no_request_and_have_an_end() -> None:
+    def body(bench: _Bench) -> None:
+        bench.made.data_received(b"\r\n")
+        assert bench.made.at_rest
+        assert bench.check(9) is None
+        bench.made.data_received(b"\r\n")
+        assert bench.check(11) == "closed"
+
+    alone(body)
+
+
+def test_what_is_unsent_makes_no_room() -> None:
+    def body(bench: _Bench) -> None:
+        assert bench.made.at_rest
+        bench.transport.unsent = 1
+        assert not bench.made.at_rest
+
+    alone(body)
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_who_asks_for_another_protocol_is_answered_in_this_one(size: int) -> None:
+    """With its body, and with what comes behind it; however it is cut into pieces."""
+    wish = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n"
+    raw = HEAD + wish + b"content-length: 5\r\n\r\nhelloGET /next HTTP/1.1\r\nhost: x\r\n\r\n"
+
+    def body(bench: _Bench) -> None:
+        for i in range(0, len(raw), size):
+            bench.made.data_received(raw[i : i + size])
+        (first,), ((later, _),) = bench.started, bench.made.pipeline
+        assert (first.scope["path"], later.scope["path"]) == (TEXT, "/next")
+        assert bytes(first.body) == b"hello"
+        assert not first.more_body
+        assert dict(first.scope["headers"])[b"http2-settings"] == b"AA"
+        assert bench.transport.ended is None
+
+    alone(body)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"CONNECT a:1 HTTP/1.1\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\nupgrade: x\r\n\r\n"]
+)
+def test_no_tunnels(raw: bytes) -> None:
+    def body(bench: _Bench) -> None:
+        bench.made.data_received(raw)
+        assert bench.transport.written.startswith(b"HTTP/1.1 400 ")
+
+    alone(body)
+
+
+def test_many_wishes_at_once() -> None:
+    raw = b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" * 3000
+
+    def body(bench: _Bench) -> None:
+        bench.made.data_received(raw)
+        assert len(bench.made.pipeline) == 2999
+        assert bench.transport.ended is None
 
     alone(body)

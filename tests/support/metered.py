@@ -38,6 +38,7 @@ class Meter:
         others: what other processes have.
         cached: what the allocator keeps for later until ``release``.
         driver: graphs and the runtime.
+        pieces: what the allocator can't give back, as it lies between what is in use.
     """
 
     total: int = 256 * MIB
@@ -45,6 +46,7 @@ class Meter:
     tensors: int = 0
     cached: int = 0
     driver: int = 0
+    pieces: int = 0
     peak: int = 0
     released: int = 0
 
@@ -72,7 +74,7 @@ class Meter:
 
     def release(self) -> None:
         self.released += 1
-        self.cached = 0
+        self.cached = self.pieces
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +74,30 @@ def test_after_the_warm_up_a_new_program_is_counted_and_warned_of() -> None:
         programs.get("b", "two", new)
     assert programs.recompiled == 1
     assert [(one.name, one.late) for one in programs.made] == [("one", False), ("two", True)]
+
+
+def test_one_that_fails_ends_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have not begun are not compiled first."""
+    programs, rest, cancelled = Programs(), [Lowered() for _ in range(5)], threading.Event()
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def told(pool: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        shutdown(pool, wait=False, cancel_futures=cancel_futures)
+        cancelled.set()
+        shutdown(pool, wait=wait)
+
+    def fails() -> Lowered:
+        raise MemoryError("no room")
+
+    def waits() -> Lowered:
+        cancelled.wait()
+        return Lowered()
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", told)
+    wanted = [("a", "one", fails), ("b", "two", waits), *((one, "rest", one) for one in rest)]
+    with pytest.raises(MemoryError, match="no room"):
+        programs.warm_up(wanted, lambda *done: None, threads=1)
+    assert [one.compiled for one in rest] == [0] * 5
 
 
 @pytest.mark.parametrize("own", [{"warm_up": "yes"}, {"compilation_cache": 3}])

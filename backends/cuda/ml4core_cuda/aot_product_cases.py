@@ -47,6 +47,12 @@ def cases() -> Iterator[Case]:
         routed = (f32(rows, 4), ints(rows, 4))
         name = f"moe_experts fp32 {rows} rows"
         yield _case(name, "moe_experts", f32(rows, 256), w13, w2, *routed, hot=False)
+    for format in ("nvfp4", "mxfp4"):
+        name = f"gemm {format} 20 rows of fp32"
+        yield _case(name, "gemm", f32(20, HIDDEN), weight(format, HIDDEN, HIDDEN), hot=False)
+    for act in ("fp8_block", "fp8_tensor"):  # the last tile of 128 columns isn't whole
+        name, x = f"gemm {act} 20 rows of 6000 act {act}", bf16(20, 6000)
+        yield _case(name, "gemm", x, weight(act, HIDDEN, 6000), hot=False, act=act)
     up = Weight("bf16", (64, 512, 64), {"data": bf16(64, 512, 64)})
     for rows in (1, 64):
         yield _case(f"head_gemm {rows} rows", "head_gemm", bf16(rows, 64, 64), up)

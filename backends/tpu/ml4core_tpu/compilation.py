@@ -61,15 +61,18 @@ def compilation_cache(deployment: Deployment) -> None:
     A folder that the environment or the program named to JAX stays, as it is kept.
     """
     import jax
+    from jax.experimental.compilation_cache import compilation_cache as cache
 
+    config: Any = jax.config  # its options have no types
     named = own_switches(deployment).get(CACHE)
-    if named is None and jax.config.jax_compilation_cache_dir:
+    if named is None and config.jax_compilation_cache_dir:
         return
     folder = _default_folder() if named is None else str(named)
-    if not folder:
-        return
-    for name, value in (("jax_compilation_cache_dir", folder), *SETTINGS.items()):
-        jax.config.update(name, value)
+    if folder != (config.jax_compilation_cache_dir or ""):
+        config.update("jax_compilation_cache_dir", folder or None)
+        cache.reset_cache()  # else the first folder of a process stays in use
+    for name, value in SETTINGS.items() if folder else ():
+        config.update(name, value)
 
 
 def _default_folder() -> str:

@@ -75,9 +75,13 @@ class Programs:
         told(0, len(missing))
         with ThreadPoolExecutor(threads) as pool:
             jobs = [pool.submit(self._make, key, *one) for key, one in missing.items()]
-            for done, job in enumerate(jobs, 1):
-                job.result()
-                told(done, len(missing))
+            try:
+                for done, job in enumerate(jobs, 1):
+                    job.result()
+                    told(done, len(missing))
+            except BaseException:  # of a program, or Ctrl-C: else all others are compiled first
+                pool.shutdown(cancel_futures=True)
+                raise
         self._warm = True
 
     def _make(self, key: Hashable, name: str, lower: Lower) -> Any:

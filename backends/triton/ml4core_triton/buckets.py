@@ -5,7 +5,9 @@ from __future__ import annotations
 from ml4core.api import DRAFT_GROUP, Deployment, StepBuckets, StepShape
 
 MAX_ROWS = 512
-"""Rows of the largest step that is captured: beyond, a launch costs less than what it starts."""
+"""Rows of the largest step that is captured, unless the flags want larger ones: beyond, a launch
+costs less than what it starts.
+"""
 
 PAGES_APART = 4
 """Page tables of steps are padded to the largest divided by powers of this: each width is a graph
@@ -38,6 +40,11 @@ def step_buckets(deployment: Deployment) -> StepBuckets:
     )
 
 
+def most_rows(deployment: Deployment) -> int:
+    """Rows of the largest step that is captured."""
+    return max((MAX_ROWS, *deployment.cudagraph_capture_sizes))
+
+
 def verify_rows(deployment: Deployment) -> int:
     """Rows of a verify window; 1 without a drafter."""
     draft = deployment.model.draft
@@ -61,26 +68,26 @@ def widths(largest: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def captured(shape: StepShape, buckets: StepBuckets) -> bool:
+def captured(shape: StepShape, buckets: StepBuckets, most: int = MAX_ROWS) -> bool:
     """Whether a shape is one of those that graphs are captured for: all its requests of one kind,
-    no chunk of a prompt, and each size a bucket; or the drafter's block behind such a step. Others
-    are too many to keep.
+    no chunk of a prompt, each size a bucket, and ``most`` rows at most; or the drafter's block
+    behind such a step. Others are too many to keep.
     """
     if any(pages not in buckets.pages for _, pages in shape.pages):
         return False
     if [group for group, _ in shape.pages] == [DRAFT_GROUP]:
-        return _captured_block(shape, buckets)
+        return _captured_block(shape, buckets, most)
     decode, verify = shape.decode, shape.verify
-    if shape.prefill.rows or bool(decode.rows) == bool(verify.rows) or shape.rows > MAX_ROWS:
+    if shape.prefill.rows or bool(decode.rows) == bool(verify.rows) or shape.rows > most:
         return False
     if decode.rows:
         return decode.requests in buckets.decode
     return verify.requests in buckets.verify
 
 
-def _captured_block(shape: StepShape, buckets: StepBuckets) -> bool:
+def _captured_block(shape: StepShape, buckets: StepBuckets, most: int) -> bool:
     blocks, context = shape.verify, shape.prefill.rows
-    if not blocks.rows or context > MAX_ROWS:
+    if not blocks.rows or context > most:
         return False
     if context == blocks.requests:
         return blocks.requests in buckets.decode

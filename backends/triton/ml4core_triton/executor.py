@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ml4core.api import Capture, DraftStep, StepBuckets, StepOutput, StepPlan, StepShape
-from ml4core_triton.buckets import captured
+from ml4core_triton.buckets import MAX_ROWS, captured
 from ml4core_triton.fault import FaultWord
 from ml4core_triton.graphs import Graphs
 
@@ -77,10 +77,14 @@ class GraphExecutor:
         captures: what each capture cost, in order.
     """
 
-    def __init__(self, graphs: Graphs, buckets: StepBuckets, fault: FaultWord) -> None:
+    def __init__(
+        self, graphs: Graphs, buckets: StepBuckets, fault: FaultWord, most_rows: int = MAX_ROWS
+    ) -> None:
+        """``most_rows``: of a step that is captured."""
         self.captures: list[Capture] = []
         self._graphs = graphs
         self._buckets = buckets
+        self._most_rows = most_rows
         self._fault = fault
         self._inputs = Inputs()
         self._recording: list[Callable[[], object]] | None = None
@@ -91,7 +95,7 @@ class GraphExecutor:
         """A callable for this shape. It takes the weights, a plan and the caches; a graph serves
         the weights and caches that it was captured with, others run eagerly.
         """
-        program = _Program(self, step, shape) if captured(shape, self._buckets) else step
+        program = _Program(self, step, shape) if self.captures_shape(shape) else step
 
         def call(weights: object, plan: Plan, kv: object) -> StepOutput:
             if self._closed:
@@ -136,7 +140,7 @@ class GraphExecutor:
         return cast(F, call)
 
     def captures_shape(self, shape: StepShape) -> bool:
-        return captured(shape, self._buckets)
+        return captured(shape, self._buckets, self._most_rows)
 
     def drop(self) -> None:
         """Forgets what was captured; its memory goes with the programs that the engine held."""
@@ -154,24 +158,25 @@ class GraphExecutor:
     ) -> tuple[list[Callable[[], object]], StepOutput]:
         """The pieces of a step, to be called in order, and the results that these write."""
         started, before = perf_counter(), self._graphs.allocated()
-        self._recording = []
-        self._graphs.begin()
+        pieces: list[Callable[[], object]] = []
+        self._recording = pieces
         try:
-            output = step()
+            self._graphs.begin()
+            output = _dense(step())
+            pieces.append(self._graphs.end())
         except BaseException as error:
-            self._recording = None
             try:
                 self._graphs.end()
             except RuntimeError as broken:  # a capture that failed can't be ended well either
                 _logger.debug("the broken capture says: %s", broken)
-            if isinstance(error, RuntimeError):
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 raise RuntimeError(
                     f"the step of {shape} can't be captured as a graph: {error} "
                     "(works: --enforce-eager)"
                 ) from error
             raise
-        pieces, self._recording = self._recording, None
-        pieces.append(self._graphs.end())
+        finally:
+            self._recording = None
         weak = self._graphs.weak
         held = StepOutput(
             weak(output.logits), tuple(weak(tap) for tap in output.taps), weak(output.fault)
@@ -194,6 +199,12 @@ class GraphExecutor:
 
     def inputs(self, plan: Plan) -> dict[str, Tensor]:
         return self._inputs.like(plan)
+
+
+def _dense(output: StepOutput) -> StepOutput:
+    """Results whose addresses say all; a copy is part of the graph."""
+    taps = tuple(tap.contiguous() for tap in output.taps)
+    return StepOutput(output.logits.contiguous(), taps, output.fault.contiguous())
 
 
 class _Program:

@@ -17,7 +17,9 @@ class Graphs(Protocol):
         ...
 
     def end(self) -> Callable[[], None]:
-        """Ends the recording; what is returned replays it."""
+        """Ends the recording; what is returned replays it. ``RuntimeError`` if nothing is recorded,
+        as after a recording that broke.
+        """
         ...
 
     def suspended(self, call: Callable[[], object]) -> None:
@@ -59,8 +61,9 @@ class DeviceGraphs:
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Callable[[], None]:
-        assert self._graph is not None, "end() comes after begin()"
         graph, self._graph = self._graph, None
+        if graph is None:
+            raise RuntimeError("nothing is recorded")
         try:
             graph.capture_end()
         finally:
@@ -106,14 +109,15 @@ _TYPES: Mapping[torch.dtype, str] = {
 
 def alias(tensor: Tensor) -> Tensor:
     """A dense tensor's memory without a claim to it. ``TypeError`` for a dtype that no step
-    returns.
+    returns, ``ValueError`` for a tensor that isn't dense.
     """
     if tensor.dtype not in _TYPES:
         known = ", ".join(str(dtype) for dtype in _TYPES)
         raise TypeError(f"a step returned {tensor.dtype}; graphs keep results of {known}")
     if not tensor.numel():
         return torch.empty_like(tensor)
-    dense = tensor.contiguous()
-    held = _Address(dense.data_ptr(), tuple(dense.shape), _TYPES[dense.dtype])
-    seen = torch.as_tensor(held, device=dense.device)
-    return seen if seen.dtype == dense.dtype else seen.view(dense.dtype)
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of strides {tensor.stride()} is not dense")
+    held = _Address(tensor.data_ptr(), tuple(tensor.shape), _TYPES[tensor.dtype])
+    seen = torch.as_tensor(held, device=tensor.device)
+    return seen if seen.dtype == tensor.dtype else seen.view(tensor.dtype)

@@ -21,7 +21,7 @@ from ml4core.api import (
     Weight,
 )
 from ml4core.api.known_layouts import PER_TENSOR
-from ml4core_triton.buckets import step_buckets
+from ml4core_triton.buckets import most_rows, step_buckets
 from ml4core_triton.executor import EagerExecutor, GraphExecutor
 from ml4core_triton.fault import FaultWord
 from ml4core_triton.graphs import DeviceGraphs
@@ -51,7 +51,8 @@ class GpuSession:
         if self.device.kind == "real" and not deployment.enforce_eager:
             self.step_buckets = step_buckets(deployment)
             graphs = DeviceGraphs(self._torch_device)
-            self.executor = GraphExecutor(graphs, self.step_buckets, self._fault)
+            most = most_rows(deployment)
+            self.executor = GraphExecutor(graphs, self.step_buckets, self._fault, most)
 
     def prepare_weights(
         self,

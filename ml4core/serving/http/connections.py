@@ -10,11 +10,14 @@ import json
 import resource
 import socket
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from heapq import nsmallest
 from http import HTTPStatus
 from typing import Any
 
+from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 FILES_KEPT = 128
@@ -24,6 +27,8 @@ client.
 FILES_WANTED = 65536
 BODY_RATE = 16384
 """Bytes of a body a second; each second's worth of them is a second more for the rest."""
+ROOM_MADE = 256
+"""One of so many connections makes room at once: to find the oldest, all are looked at."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Limits:
         head_seconds: from the first byte of a request, or from the connection, to its last header.
         body_seconds: from there to the end of the body, beside what ``BODY_RATE`` gives.
         reader_seconds: that an answer may wait while nothing of it is taken.
-        head_bytes: of a request's line and headers.
+        head_bytes: of a request's line and headers, with those behind a body.
         connections: at one time.
     """
 
@@ -68,14 +73,23 @@ class Connection(HttpToolsProtocol):
         self._fresh = True  # no request has come yet
         self._since = self.loop.time()  # when the phase began
         self._bytes = 0  # of the phase
+        self._head = 0  # bytes of the request's headers that are there
+        self._upgrade = False  # whether the request asks for another protocol
         self._unsent = 0  # of answers, when it was looked at last
         self._taken = self._since  # when the client took something last
 
     @property
     def at_rest(self) -> bool:
         """Whether nothing would be lost with it but the beginning of a request."""
+        resting = self._phase in (_Phase.IDLE, _Phase.HEAD)
         answered = self.cycle is None or self.cycle.response_complete
-        return answered and self._phase in (_Phase.IDLE, _Phase.HEAD)
+        return resting and answered and self.transport.get_write_buffer_size() == 0
+
+    @property
+    def _earlier(self) -> bool:
+        """Whether another request is still to be answered before the one that comes."""
+        answered = self.cycle is None or self.cycle.response_complete
+        return bool(self.pipeline) or (self._phase is _Phase.HEAD and not answered)
 
     def check(self, now: float, late: float = 0.0) -> None:
         """Cuts it off if the client is too slow.
@@ -91,7 +105,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._phase is _Phase.IDLE and not self._fresh:  # the keep-alive time is uvicorn's
             return
-        if self.flow.read_paused:
+        if self.flow.read_paused or self._earlier:
             self._since = now
             return
         limits, body = self._limits, self._phase is _Phase.BODY
@@ -109,39 +123,84 @@ class Connection(HttpToolsProtocol):
         limit = self._limits.connections
         if len(self.connections) <= limit:
             return
-        resting = [c for c in self.connections if isinstance(c, Connection) and c.at_rest]
-        oldest = min(resting, key=lambda c: c._since, default=self)
-        if oldest is not self:
-            oldest.transport.close()
-            self.connections.discard(oldest)
-        else:
+        others = [c for c in self.connections if c is not self and isinstance(c, Connection)]
+        resting = [c for c in others if c.at_rest]
+        for one in nsmallest(1 + limit // ROOM_MADE, resting, key=lambda c: c._since):
+            one.transport.close()
+            self.connections.discard(one)
+        if not resting:
             text = f"{limit} connections are open, and no more are taken: --limit-concurrency"
             self._cut(503, text, "too_many_connections")
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():  # with TLS there may be more
+            return
+        if self._phase is _Phase.IDLE:  # by an empty line, too, which begins no request
+            self._enter(_Phase.HEAD)
         self._bytes += len(data)
-        super().data_received(data)
-        if self._phase is _Phase.HEAD and self._bytes > (most := self._limits.head_bytes):
-            text = f"headers: more than {most:,} bytes: --h11-max-incomplete-event-size"
-            self._cut(431, text, "headers_too_large")
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except HttpParserError as error:
+            self.send_400_response(str(error))
+        if self._phase is _Phase.HEAD and self._bytes > self._limits.head_bytes:
+            self._cut_head()
 
     def send_400_response(self, msg: str) -> None:
+        if self._head > self._limits.head_bytes:
+            self._cut_head()
+            return
         text = "the request is no HTTP/1.1 (works: http:// and https:// as they were configured)"
         self._cut(400, text, "bad_request")
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """A client may ask; it is answered as one that has not."""
+    def _feed(self, data: bytes) -> None:
+        """A client may ask for another protocol; it is answered as one that has not. The parser
+        takes all behind such headers, the body too, for that protocol's: so it is given them again,
+        without the wish. Raises ``HttpParserError``.
+        """
+        left: list[bytes | memoryview] = [data]
+        while left:
+            piece = left.pop(0)
+            try:
+                self.parser.feed_data(piece)
+            except HttpParserUpgrade as error:
+                if not self._upgrade:  # CONNECT
+                    return
+                left[:0] = [self._plain_head(), memoryview(piece)[error.args[0] :]]
+
+    def _plain_head(self) -> bytes:
+        """The request's line and headers, but for the one that asks for another protocol."""
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._fresh = False
-        self._enter(_Phase.HEAD)
+        self._head = 0
+        if self._phase is not _Phase.HEAD:
+            self._enter(_Phase.HEAD)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._grow(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._grow(len(name) + len(value) + len(": \r\n"))
 
     def on_headers_complete(self) -> None:
-        self._enter(_Phase.BODY)
-        super().on_headers_complete()
+        self._upgrade = self.parser.should_upgrade() and any(
+            name == b"upgrade" for name, _ in self.headers
+        )
+        if not self._upgrade:
+            super().on_headers_complete()
+            self._enter(_Phase.BODY)
 
     def on_message_complete(self) -> None:
+        if self._upgrade:
+            return
         super().on_message_complete()
         # It may have been answered before all of it was there.
         self._enter(_Phase.IDLE if self.cycle.response_complete else _Phase.WAITING)
@@ -150,6 +209,12 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._phase is _Phase.WAITING and not self.pipeline and self.cycle.response_complete:
             self._enter(_Phase.IDLE)
+
+    def _grow(self, size: int) -> None:
+        """Ends the parsing if the headers are too large: ``send_400_response`` is called then."""
+        self._head += size
+        if self._head > self._limits.head_bytes:
+            raise ValueError("headers are too large")
 
     def _enter(self, phase: _Phase) -> None:
         self._phase = phase
@@ -164,12 +229,26 @@ class Connection(HttpToolsProtocol):
         elif now - self._taken > self._limits.reader_seconds:
             sock = self.transport.get_extra_info("socket")
             if sock is not None:  # else the system goes on trying to send what it holds
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                with suppress(OSError):  # it has ended meanwhile
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.transport.abort()
 
+    def _cut_head(self) -> None:
+        most = self._limits.head_bytes
+        text = f"headers: more than {most:,} bytes: --h11-max-incomplete-event-size"
+        self._cut(431, text, "headers_too_large")
+
     def _cut(self, status: int, text: str, code: str) -> None:
-        """Ends the connection, with an answer if there has been none to the request."""
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        """Ends the connection, with an answer if there has been none to the request and no other
+        is being answered.
+        """
+        if self.transport.is_closing():
+            return
+        cycle, body = self.cycle, self._phase is _Phase.BODY
+        told = cycle is not None and cycle.response_started
+        if told and cycle.response_complete and not body:  # to the request before
+            told = False
+        if not (told or self.pipeline):
             self.transport.write(_answer(status, text, code))
         self.transport.close()
 

@@ -31,6 +31,7 @@ from ml4core_triton.buckets import (
     FEWEST_PAGES,
     MAX_ROWS,
     captured,
+    most_rows,
     sizes,
     step_buckets,
     verify_rows,
@@ -69,8 +70,9 @@ class Recorder:
         self.segment = []
 
     def end(self) -> Callable[[], None]:
-        assert self.segment is not None
         work, self.segment = self.segment, None
+        if work is None:
+            raise RuntimeError("nothing is recorded")
         self.held += 100
 
         def replay() -> None:
@@ -227,6 +229,56 @@ def test_a_capture_that_fails_names_the_way_out(graphs: Recorder, executor: Grap
     assert graphs.segment is None
 
 
+def test_a_capture_without_memory_says_so(graphs: Recorder, executor: GraphExecutor) -> None:
+    def full(x: Tensor, *, out: Tensor) -> None:
+        if graphs.segment is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    call = executor.compile(Step(graphs, full), shape())
+    weights, kv = object(), object()
+    call(weights, plan(shape()), kv)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory"):
+        call(weights, plan(shape()), kv)
+    assert graphs.segment is None
+
+
+@pytest.mark.parametrize("broken", ["begin", "end"])
+def test_after_a_capture_that_breaks_breaks_are_plain_calls(
+    graphs: Recorder, executor: GraphExecutor, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fails() -> None:
+        graphs.segment = None
+        raise RuntimeError("the driver refuses")
+
+    again = executor.eager_break(double)
+    call = executor.compile(Step(graphs, again), shape())
+    weights, kv = object(), object()
+    call(weights, plan(shape()), kv)
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, broken, fails)
+        with pytest.raises(RuntimeError, match=r"driver refuses \(works: --enforce-eager\)"):
+            call(weights, plan(shape()), kv)
+    out = torch.zeros(2)
+    again(torch.ones(2), out=out)
+    assert out.tolist() == [2.0, 2.0]
+    assert executor.captures == []
+
+
+def test_results_that_are_views_are_made_dense_within_the_graph(
+    graphs: Recorder, executor: GraphExecutor
+) -> None:
+    def step(weights: Any, plan: StepPlan, kv: Any) -> StepOutput:
+        tap = torch.ones(plan.shape.rows, 8)[:, :4]
+        return StepOutput(torch.ones(2, 6)[:, ::2], (tap,), torch.zeros((), dtype=torch.bool))
+
+    call = executor.compile(step, shape())
+    weights, kv = object(), object()
+    for _ in range(2):
+        found = call(weights, plan(shape()), kv)
+    assert found.logits.is_contiguous()
+    assert found.taps[0].is_contiguous()
+
+
 def test_what_is_dropped_is_captured_anew(graphs: Recorder, executor: GraphExecutor) -> None:
     weights, kv, other = object(), object(), object()
     first = executor.compile(Step(graphs, executor.eager_break(double)), shape())
@@ -370,6 +422,19 @@ def test_sizes_by_flag_are_rows() -> None:
     assert {4, 8, 16} <= set(asked.logits)
     beyond = step_buckets(deployment(3, cudagraph_capture_sizes=(2000,), max_num_seqs=8))
     assert (beyond.decode, beyond.verify) == ((8,), (8,))
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_sizes_by_flag_are_captured_whatever_they_are(drafts: int) -> None:
+    asked = deployment(drafts, cudagraph_capture_sizes=(1000,), max_num_seqs=1000)
+    most, buckets, window = most_rows(asked), step_buckets(asked), 1 + drafts
+    requests = 1000 // window
+    rows = Segment(requests, requests * window, window)
+    kinds = (NONE, rows) if drafts else (rows, NONE)
+    of = StepShape(*kinds, NONE, (("latent", buckets.pages[-1]),), rows.rows)
+    assert most == 1000
+    assert captured(of, buckets, most)
+    assert not captured(of, buckets, most_rows(deployment(drafts)))
 
 
 @pytest.mark.parametrize("largest", [1, 5, 16, 17, 65, 16384])

@@ -208,7 +208,7 @@ def test_drafts_are_mended_where_the_grammar_leaves_no_other(
     assert matcher.mended([8000]) == [8000], "several may come"
     beyond = tokenizer.vocab_size + 7
     matcher.accept(one[:1])
-    for wrong in (8000, beyond):
+    for wrong in (8000, beyond, -1):
         found = matcher.mended([wrong, wrong, wrong])
         assert len(found) == 3
         rest = tokenizer.decode(one[:1]) + tokenizer.decode(found[:1])

@@ -253,6 +253,8 @@ def test_a_cache_of_another_form_is_refused(answer: Any, message: str) -> None:
         MemoryError("9 GiB"),
         torch.OutOfMemoryError("9 GiB"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 GiB"),
+        RuntimeError("CUDA error: out of memory: 9 GiB"),
+        RuntimeError("Triton Error [CUDA]: out of memory: 9 GiB"),
     ],
 )
 def test_lack_of_memory_keeps_its_type_and_gets_a_name(error: Exception) -> None:
@@ -306,7 +308,7 @@ def test_memory_that_a_session_tells_of_has_its_calls() -> None:
     made.memory = SimpleNamespace(figures=len)
     with pytest.raises(Refused) as refused:
         opened(made)
-    assert "which lacks" in told(refused)
+    assert "which lacks reset_peak, release" in told(refused)
 
 
 def test_captures_of_an_executor_stay_in_sight() -> None:

@@ -57,6 +57,26 @@ def test_parts_of_a_long_sum_are_added_whatever_their_number(device: torch.devic
     assert torch.equal(found, x.float() @ data.float().T)
 
 
+def test_rows_that_begin_at_odd_elements_meet_fp4_heads(device: torch.device) -> None:
+    """Products with FP4 read two columns at a time."""
+    from ml4core_cuda.kernels.head_gemm import head_gemm
+
+    draw = torch.Generator().manual_seed(4)
+    parts = {
+        "data": torch.randint(0, 256, (2, 16, 16), generator=draw, dtype=torch.uint8),
+        "scale": torch.randint(124, 130, (2, 16, 1), generator=draw, dtype=torch.uint8),
+    }
+    weight = Weight("mxfp4", (2, 16, 32), {name: part.to(device) for name, part in parts.items()})
+    rows = torch.randn(3, 65, generator=draw).to(torch.bfloat16).to(device)
+    heads = torch.randn(3, 2, 33, generator=draw).to(torch.bfloat16).to(device)
+    for odd in (
+        rows[:, :64].unflatten(1, (2, 32)),
+        rows[:, 1:].unflatten(1, (2, 32)),
+        heads[..., :32],
+    ):
+        assert torch.equal(head_gemm(odd, weight), head_gemm(odd.contiguous(), weight))
+
+
 def test_a_program_of_one_row_has_as_many_as_fill_the_device() -> None:
     from ml4core_cuda.kernels.gemm import row_tile
 

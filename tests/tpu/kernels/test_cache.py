@@ -70,6 +70,24 @@ def test_kernels_for_tpus_hold_no_lines_of_their_source(folder: Path) -> None:
     assert first == second
 
 
+def test_another_folder_is_used_from_then_on_and_none_is_none(
+    folder: Path, device: Device, published: ModelSpec
+) -> None:
+    def compiled(name: str, factor: int) -> int:
+        own = {"tpu": {"compilation_cache": name}}
+        compilation_cache(Deployment(published, device, additional_config=own))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.jit(lambda x: x * factor).trace(SHAPE).lower().compile()
+        return len(list(folder.rglob("*-cache")))
+
+    other = folder / "other"
+    assert compiled(str(folder), 3) == 1
+    assert compiled(str(other), 5) == 2
+    assert len(list(other.glob("*-cache"))) == 1
+    assert compiled("", 7) == 2
+    assert compiled(str(folder), 7) == 3
+
+
 def test_a_folder_that_jax_was_told_of_stays(
     folder: Path, device: Device, published: ModelSpec
 ) -> None:

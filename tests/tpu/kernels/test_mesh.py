@@ -40,7 +40,8 @@ def run(processes: int) -> list[list[dict[str, Any]]]:
         ended = [child.communicate(timeout=540) for child in children]
     finally:
         for child in children:
-            child.kill()
+            with child:  # waits, and closes its pipes
+                child.kill()
     for child, (_, errors) in zip(children, ended, strict=True):
         assert child.returncode == 0, errors[-3000:]
     return [[json.loads(line) for line in out.splitlines() if line[:1] == "{"] for out, _ in ended]

@@ -68,11 +68,18 @@ def activation(x: Tensor, weight: WeightArgs, act: str | None) -> Activation:
         raise ValueError(f"activations are quantised to {', '.join(ACTS)}, not to {act!r}")
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
-    if is_fp4(weight.format) and (x.stride(0) % 2 or x.storage_offset() % 2):
-        x = x.clone(memory_format=torch.contiguous_format)  # it is read two columns at a time
+    x = paired(x, weight)
     if act is None or weight.format in (FP32, BF16):
         return Activation(x, x, PLAIN, x.shape[0], x.stride(0), 0)
     return quantized(x, act)
+
+
+def paired(x: Tensor, weight: WeightArgs) -> Tensor:
+    """``x`` [.., K], copied if some of its rows begin at an odd element and the weight is in FP4:
+    products with it read two columns at a time.
+    """
+    odd = x.storage_offset() % 2 or any(stride % 2 for stride in x.stride()[:-1])
+    return x.clone(memory_format=torch.contiguous_format) if is_fp4(weight.format) and odd else x
 
 
 def quantized(x: Tensor, act: str) -> Activation:

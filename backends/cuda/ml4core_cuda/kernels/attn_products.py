@@ -22,7 +22,7 @@ from ml4core_cuda.kernels.gemm import gemm, row_block, row_tiling
 from ml4core_cuda.kernels.prefetch import prefetch_rows
 from ml4core_cuda.kernels.products import tile_sum
 from ml4core_cuda.kernels.row_sums import TOGETHER, row_sum
-from ml4core_cuda.kernels.target import device_name
+from ml4core_cuda.kernels.target import device_name, most_registers
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
 from ml4core_triton.kernels.target import units_of
@@ -230,6 +230,7 @@ def projected(
         WIDE=tl.float32 if wide else tl.bfloat16, STAGES=stages,
         EVEN=inner % plan.block == 0, EVEN_W=inner % block == 0,
         DEPENDENT=ahead, num_warps=plan.warps, num_stages=stages,
+        maxnreg=most_registers(plan.warps),
         **dependent(ahead),
     )  # fmt: skip
     return out

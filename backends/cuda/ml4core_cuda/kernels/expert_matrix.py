@@ -13,6 +13,7 @@ def expert_matrix(
 ):  # fmt: skip
     """Data, scales and row scales of an expert's matrix [N, K]; expert E is the shared one."""
     STORED: tl.constexpr = 2 if FORMAT >= 4 else 1
+    expert = expert.to(tl.int64)  # a stack may have more than 2**31 elements
     data += expert * N * (K // STORED)
     scale += expert * scale_size
     row_scale += expert * N

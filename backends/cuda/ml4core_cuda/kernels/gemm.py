@@ -33,13 +33,14 @@ from ml4core_cuda.kernels.row_sums import TOGETHER, row_sum
 from ml4core_cuda.kernels.target import arch_of, device_name
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels.numeric import narrow, next_power
+from ml4core_triton.kernels.sums import add_parts
 from ml4core_triton.kernels.target import units_of
 from ml4core_triton.kernels.weights import (
     FORMAT_NAMES,
     K_TILE,
     WeightArgs,
     is_fp4,
-    weight_args,
+    product_args,
     whole_scale,
 )
 
@@ -200,17 +201,6 @@ def _tile_kernel(
     tl.store(where, narrow(acc, out.dtype.element_ty), mask=row_fits[:, None] & fits[None, :])
 
 
-@triton.jit
-def _add_parts_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = parts[0, i] + parts[1, i] + .., in that order."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    fits = at < size
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in range(PARTS):
-        total += tl.load(parts + part * size + at, mask=fits, other=0.0)
-    tl.store(out + at, narrow(total, out.dtype.element_ty), mask=fits)
-
-
 def gemm(
     x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None, *, act: str | None = None
 ) -> Tensor:
@@ -219,12 +209,7 @@ def gemm(
     ``act`` quantises x first where the weight is quantised: fp8_block, fp8_tensor or mxfp4.
     ``ValueError`` for shapes that don't belong together.
     """
-    args = weight_args(weight)
-    if x.dim() != 2 or len(weight.shape) != 2 or x.shape[1] != args.columns:
-        raise ValueError(
-            f"gemm takes x [T, K] and a weight [N, K]; got x {list(x.shape)} and a weight "
-            f"{list(weight.shape)}"
-        )
+    args = product_args(x, weight)
     out = torch.empty(x.shape[0], args.rows, dtype=out_dtype or x.dtype, device=x.device)
     if out.numel():
         multiply(activation(x, args, act), args, out, (0, 0, out.stride(0)))
@@ -281,7 +266,4 @@ def multiply(x: Activation, w: WeightArgs, out: Tensor, strides: tuple[int, int,
         num_stages=stages_within(plan.stages, plan.columns, plan.rows, w.data, x.data),
     )  # fmt: skip
     if plan.parts > 1:
-        size = out.numel()
-        _add_parts_kernel[(triton.cdiv(size, 1024),)](
-            target, out, size, PARTS=plan.parts, BLOCK=1024
-        )
+        add_parts(target, out)

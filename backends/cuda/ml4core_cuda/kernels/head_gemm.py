@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ml4core.api import Weight
-from ml4core_cuda.kernels.activations import Activation
+from ml4core_cuda.kernels.activations import Activation, paired
 from ml4core_cuda.kernels.gemm import multiply
 from ml4core_cuda.kernels.products import PLAIN
-from ml4core_triton.kernels.weights import weight_args
+from ml4core_triton.kernels.weights import head_args
 
 
 def head_gemm(x: Tensor, weight: Weight) -> Tensor:
@@ -21,17 +21,13 @@ def head_gemm(x: Tensor, weight: Weight) -> Tensor:
 
     ``ValueError`` for shapes that don't belong together.
     """
-    args = weight_args(weight)
-    if x.dim() != 3 or len(weight.shape) != 3 or x.shape[1:] != (args.matrices, args.columns):
-        raise ValueError(
-            f"head_gemm takes x [T, N, A] and a weight [N, B, A]; got x {list(x.shape)} and a "
-            f"weight {list(weight.shape)}"
-        )
+    args = head_args(x, weight)
     rows, heads, _ = x.shape
     out = torch.empty(rows, heads, args.rows, dtype=x.dtype, device=x.device)
     if out.numel():
         if x.stride(-1) != 1:
             x = x.contiguous()
+        x = paired(x, args)
         one = Activation(x, x, PLAIN, rows, x.stride(0), 0)
         multiply(one, args, out, (x.stride(1), out.stride(1), out.stride(0)))
     return out

@@ -19,7 +19,7 @@ from ml4core_cuda.kernels.gemm import RowTiling, row_tiling
 from ml4core_cuda.kernels.moe_row import shape_key
 from ml4core_cuda.kernels.prefetch import prefetch_rows
 from ml4core_cuda.kernels.row_sums import APART, IN_TURN, TOGETHER, block_scales
-from ml4core_cuda.kernels.target import device_name
+from ml4core_cuda.kernels.target import device_name, most_registers
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
 from ml4core_triton.kernels.fp8 import decoded
@@ -229,7 +229,8 @@ def expert_rows(
         hidden, logits, w13.data, w13.scale, s13.data, s13.scale, inner, w2.columns, w13.columns,
         w13.matrices, w13.scale_size, float(moe.routed_scale),
         BN=plan.columns, BK=plan.block, FORMAT=w13.format, STAGES=plan.stages,
-        WHOLE=w2.columns % K_TILE == 0, num_warps=plan.warps, **named,
+        WHOLE=w2.columns % K_TILE == 0, num_warps=plan.warps,
+        maxnreg=most_registers(plan.warps), **named,
     )  # fmt: skip
     out = torch.empty(rows, w2.rows, dtype=torch.float32, device=hidden.device)
     plan = sizes("outer", w2, w2.rows, 1)
@@ -237,6 +238,6 @@ def expert_rows(
         inner, logits, w2.data, w2.scale, s2.data, s2.scale, out, w2.rows, w2.columns,
         w2.matrices, w2.scale_size, float(moe.routed_scale),
         BN=plan.columns, BK=plan.block, FORMAT=w2.format, STAGES=plan.stages,
-        num_warps=plan.warps, **named,
+        num_warps=plan.warps, maxnreg=most_registers(plan.warps), **named,
     )  # fmt: skip
     return out

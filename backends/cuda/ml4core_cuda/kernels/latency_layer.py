@@ -189,10 +189,13 @@ def routed(
     summed = torch.empty(rows, width, dtype=residual.dtype, device=out.device)
     hidden = torch.empty_like(summed)
     logits = torch.empty(rows, experts, dtype=torch.float32, device=out.device)
+    norm: Tensor = w["ffn_norm"]
+    # Both are read before the wait: a copy would not have been made by then.
+    ahead = norm.is_contiguous() and gate.is_contiguous()
     _logits_kernel[(experts, rows)](
-        out, residual, residual.stride(0), w["ffn_norm"].contiguous(), gate.contiguous(), summed,
-        hidden, logits, width, experts, layer.norm_eps,
-        BLOCK=next_power(width), DEPENDENT=True, num_warps=warps_for(width, out.device),
-        **dependent(True),
+        out, residual, residual.stride(0), norm.contiguous(), gate.contiguous(), summed, hidden,
+        logits, width, experts, layer.norm_eps,
+        BLOCK=next_power(width), DEPENDENT=ahead, num_warps=warps_for(width, out.device),
+        **dependent(ahead),
     )  # fmt: skip
     return summed, hidden, logits

@@ -31,11 +31,13 @@ from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels.expert_order import ExpertOrder, expert_order
 from ml4core_triton.kernels.numeric import narrow, next_power
 from ml4core_triton.kernels.silu_mul import silu
+from ml4core_triton.kernels.sums import combine
 from ml4core_triton.kernels.target import units_of
 from ml4core_triton.kernels.weights import (
     FORMAT_NAMES,
     K_TILE,
     WeightArgs,
+    check_experts,
     is_fp4,
     weight_args,
     whole_scale,
@@ -156,25 +158,6 @@ def _outer_kernel(
         tl.store(where, found, mask=row_fits[:, None] & fits[None, :])
 
 
-@triton.jit
-def _combine_kernel(
-    outer, weights, ids, out, H, first_expert, E, TOPK: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Sums of choices in their order, fp32, cast once: grid (T, blocks of H)."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for choice in range(TOPK):
-        one = row * TOPK + choice
-        weight = tl.load(weights + one)
-        expert = tl.load(ids + one) - first_expert
-        # What adds nothing was never written.
-        used = at < tl.where((expert >= 0) & (expert < E) & (weight != 0), H, 0)
-        value = tl.load(outer + one * H + at, mask=used, other=0.0)
-        total += tl.where(used, value * weight, 0.0)
-    tl.store(out + row * H + at, narrow(total, out.dtype.element_ty), mask=at < H)
-
-
 def moe_experts(
     x: Tensor,
     w13: Weight,
@@ -191,7 +174,7 @@ def moe_experts(
     don't belong together.
     """
     inner, outer = weight_args(w13), weight_args(w2)
-    _check(x, inner, outer, weights, ids)
+    check_experts(x, inner, outer, weights, ids)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
@@ -201,10 +184,7 @@ def moe_experts(
         one_row(x.contiguous(), inner, outer, None, weights, ids, first, out)
         return out
     each = each_choice(x, inner, outer, None, weights, ids, first, act)
-    topk = ids.shape[1]
-    _combine_kernel[(x.shape[0], triton.cdiv(outer.rows, 1024))](
-        each, weights, ids, out, outer.rows, first, inner.matrices, TOPK=topk, BLOCK=1024
-    )
+    combine(each, weights, ids, out, first, inner.matrices)
     return out
 
 
@@ -298,22 +278,3 @@ def outer_product(
         SHARED=shared is not None, EVEN=w2.columns % K_TILE == 0, num_warps=plan.warps,
         num_stages=stages_within(plan.stages, plan.columns, order.rows, w2.data, x.data),
     )  # fmt: skip
-
-
-def _check(x: Tensor, w13: WeightArgs, w2: WeightArgs, weights: Tensor, ids: Tensor) -> None:
-    width, inner = x.shape[-1], w2.columns
-    fits = (
-        x.dim() == 2
-        and ids.shape == weights.shape
-        and ids.shape[:1] == x.shape[:1]
-        and (w13.rows, w13.columns) == (2 * inner, width)
-        and w2.rows == width
-        and w13.matrices == w2.matrices
-    )
-    if not fits:
-        raise ValueError(
-            f"moe_experts takes x [T, H], w13 [E, 2I, H], w2 [E, H, I], weights and ids [T, topk]; "
-            f"got x {list(x.shape)}, w13 {[w13.matrices, w13.rows, w13.columns]}, w2 "
-            f"{[w2.matrices, w2.rows, w2.columns]}, weights {list(weights.shape)}, ids "
-            f"{list(ids.shape)}"
-        )

@@ -52,7 +52,8 @@ def _x_tile(
     if EVEN:
         found = tl.load(where)
     else:
-        found = tl.load(where, mask=(columns < K)[:, None] & fits[None, :], other=0)
+        zero: tl.constexpr = 0.0 if WIDE.is_fp8() else 0  # integers don't become FP8
+        found = tl.load(where, mask=(columns < K)[:, None] & fits[None, :], other=zero)
     if ACT == 0:
         if WIDE == tl.float32:  # noqa: SIM300
             found = widen(found)

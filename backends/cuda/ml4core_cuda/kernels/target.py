@@ -41,3 +41,10 @@ def _name(index: int) -> str:
 def ahead(arch: str) -> AbstractContextManager[None]:
     """While it lasts, launches without a GPU are those of this architecture."""
     return target.ahead(Target(arch, _UNITS))
+
+
+def most_registers(warps: int) -> int:
+    """Registers a thread may have with one program a multiprocessor. Left to itself, the assembler
+    may spill to make room for a second one.
+    """
+    return min(255, 65536 // (32 * warps))

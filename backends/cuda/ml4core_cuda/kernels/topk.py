@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ml4core_cuda.kernels.sieve_topk import sieve_kernel
-from ml4core_cuda.kernels.target import device_name
+from ml4core_cuda.kernels.target import device_name, most_registers
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels import topk as shared
 from ml4core_triton.kernels.chaining import dependent
@@ -148,8 +148,7 @@ def _sieved(
             SLOTS=convert,
             DEPENDENT=ahead,
             num_warps=sizes.warps,
-            # Left to itself, the assembler spills to make room for a second program.
-            maxnreg=min(255, 65536 // (32 * sizes.warps)),
+            maxnreg=most_registers(sizes.warps),
             **dependent(ahead),
         )
         if last:

@@ -76,10 +76,12 @@ def group_numbers(byte, FORMAT: tl.constexpr):
     return decoded(byte, tl.float32, False) if FORMAT == _NVFP4 else e8m0(byte.to(tl.int32))
 
 
-@triton.jit
-def fp4_is_small(FORMAT: tl.constexpr, WIDE: tl.constexpr):
-    """Whether values of ``fp4_tile`` are ``SMALL`` times too small."""
-    return (FORMAT == _NVFP4) and (tl.bfloat16 == WIDE) and (not INTERPRETED)
+@triton.constexpr_function
+def fp4_is_small(format: int, wide: tl.dtype) -> bool:
+    """Whether values of ``fp4_tile`` are ``SMALL`` times too small; known as a kernel is compiled,
+    as the two ways differ in type where they meet in fp32.
+    """
+    return format == NVFP4 and wide == tl.bfloat16 and not INTERPRETED.value
 
 
 @triton.jit
@@ -134,7 +136,8 @@ def plain_tile(
     if EVEN:
         found = tl.load(where)
     else:
-        found = tl.load(where, mask=row_fits[:, None] & (columns < K)[None, :], other=0)
+        zero: tl.constexpr = 0.0 if WIDE.is_fp8() else 0  # integers don't become FP8
+        found = tl.load(where, mask=row_fits[:, None] & (columns < K)[None, :], other=zero)
     if FORMAT < _FP8_BLOCK:
         if WIDE == tl.float32:  # noqa: SIM300
             found = widen(found)

@@ -227,7 +227,7 @@ class StepPlans(Streams):
 
     A plan depends on where the rows begin in the stream alone, so on their lengths, clamped at
     top-k. It is made on the device, in the step, and told to no host: once for all layers of a
-    count of heads and a layout.
+    count of heads, a layout and a top-k.
     """
 
     def __init__(self) -> None:
@@ -242,9 +242,10 @@ class StepPlans(Streams):
     ) -> tuple[MlaPlan, Tensor]:
         """Those for queries [T, N, W] of a layer over its selection."""
         starts, stream = self.stream(step, cache, selection)
-        key = (q.shape[1], cache.layout.id)
+        width = selection.slots.shape[1]
+        key = (q.shape[1], cache.layout.id, width)
         if key not in self._plans:
-            self._plans[key] = plan_for(q, cache, starts, selection.slots.shape[1])
+            self._plans[key] = plan_for(q, cache, starts, width)
         return self._plans[key], stream
 
 

@@ -1,7 +1,8 @@
 """Slots of a selection as one stream, in which each row has a run of its own.
 
-Where the rows begin depends on their lengths, which are those of every selection of a step: how
-many keys a row sees, at most top-k. So that is found once a step, and the stream once a selection.
+Where the rows begin depends on their lengths, which are those of every selection of a step of one
+width: how many keys a row sees, at most top-k. So that is found once a step, and the stream once a
+selection.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Streams:
     def __init__(self) -> None:
         self._step: StepPlan | None = None
         self._first: KVCache | None = None
-        self._starts: Tensor | None = None
+        self._starts: dict[int, Tensor] = {}  # by the width of selections
         self._selection: Selection | None = None
         self._stream: Tensor | None = None
 
@@ -53,14 +54,16 @@ class Streams:
         """``starts`` and the stream for a layer over its selection; called once by each layer."""
         if self._step is not step or self._first is cache:
             self._step, self._first = step, cache
-            self._starts = self._selection = None
+            self._starts, self._selection = {}, None
             self._forget()
-        if self._starts is None:
-            self._starts = starts_of(selection.lens)
+        width = selection.slots.shape[1]
+        if width not in self._starts:
+            self._starts[width] = starts_of(selection.lens)
+        starts = self._starts[width]
         if self._stream is None or self._selection is not selection:
             self._selection = selection
-            self._stream = stream_at(selection.slots, selection.lens, self._starts)
-        return self._starts, self._stream
+            self._stream = stream_at(selection.slots, selection.lens, starts)
+        return starts, self._stream
 
     def _forget(self) -> None:
         """What else was kept of the forward before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from ml4core.api import Refused
+from ml4core.api import FaultError, Refused
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
 from ml4core.engine.llm import Engine, open_engine
 from ml4core.engine.sampling_params import SamplingParams
+from ml4core.engine.steps import ModelSteps, StepInput
 from ml4core.registry import Choice
-from support.metered import FIRST_GRAPH_BYTES, GRAPH_BYTES, MIB, ROW_BYTES
+from support.metered import FIRST_GRAPH_BYTES, GRAPH_BYTES, MIB, ROW_BYTES, Metered
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 MOST_ROWS = 33  # three decodes, padded to four, beside a chunk of 29 rows
@@ -110,6 +112,13 @@ def test_without_graphs_decode_is_warmed_up(
     assert {shape.rows for shape in executor.ran if not shape.prefill.rows} >= {1, 2, 3, 4}
 
 
+def test_what_lies_in_pieces_is_for_no_caches(start: Start, meter: Any) -> None:
+    meter.pieces = 8 * MIB
+    engine = start(gpu_memory_utilization=0.97)  # of 256 MiB, of which others have 6
+    left = meter.figures().free - MOST_ROWS * ROW_BYTES
+    assert 0 <= left < page_bytes(engine)
+
+
 def test_a_share_that_is_not_free_is_refused_before_loading(start: Start, meter: Any) -> None:
     meter.others = meter.total // 2
     with pytest.raises(RequestError, match=r"--gpu-memory-utilization: 0\.9 .*at most 0\.5"):
@@ -136,6 +145,30 @@ def test_memory_that_runs_out_is_named(
     with pytest.raises(MemoryError, match=r"needs .*, and .* are free .works: ") as error:
         start(fill=False)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("stalled", [False, True])
+def test_a_start_that_fails_leaves_no_thread_and_no_open_session(
+    start: Start, sessions: Any, monkeypatch: pytest.MonkeyPatch, stalled: bool
+) -> None:
+    """But for a step that never ends: its session is left to it."""
+    before, released, closed = set(threading.enumerate()), threading.Event(), list[Metered]()
+
+    def broken(self: ModelSteps, step: StepInput) -> Any:
+        if stalled:
+            released.wait()
+        raise ValueError("odd")
+
+    monkeypatch.setattr(ModelSteps, "launch", broken)
+    monkeypatch.setattr(Metered, "close", lambda self: closed.append(self), raising=False)
+    try:
+        with pytest.raises(FaultError if stalled else ValueError):
+            start(step_timeout_s=0.02 if stalled else 60.0)
+        assert closed == ([] if stalled else sessions)
+        if not stalled:
+            assert not set(threading.enumerate()) - before
+    finally:
+        released.set()
 
 
 def test_a_step_that_runs_out_of_memory_stops_the_engine_by_name(start: Start, meter: Any) -> None:

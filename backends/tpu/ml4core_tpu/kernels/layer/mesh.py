@@ -69,7 +69,9 @@ def weight_specs(weights: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, Matrix):
             return place
         # A scale of a whole matrix has no axis to be cut.
-        parts = {key: place if part.ndim else PartitionSpec() for key, part in value.parts.items()}
+        parts: dict[str, Any] = {
+            key: place if part.ndim else PartitionSpec() for key, part in value.parts.items()
+        }
         return Matrix(parts, value.format)
 
     return {name: spec(name, value) for name, value in weights.items()}
@@ -80,7 +82,9 @@ def argument_specs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     ranks one after the other.
     """
     weights, step, caches, residual, hidden, chosen, norm = arguments
-    rows, whole = PartitionSpec(DATA), PartitionSpec()
+    # Specs stand where the arrays do, in the same trees.
+    rows: Any = PartitionSpec(DATA)
+    whole: Any = PartitionSpec()
 
     def each(tree: Any) -> Any:
         return jax.tree.map(lambda _: rows, tree)
@@ -100,7 +104,7 @@ def argument_specs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def mapped_layer(form: Form, mesh: Mesh, arguments: tuple[Any, ...]) -> Callable[..., Any]:
     """``decoder_layer`` over the mesh, of arguments of this structure. ``form`` is a rank's own."""
-    rows = PartitionSpec(DATA)
+    rows: Any = PartitionSpec(DATA)
     layer = form.layer
     latents = tuple(rows for _ in arguments[2].latents) if layer.owns_kv else ()
     found: tuple[Any, ...] = (

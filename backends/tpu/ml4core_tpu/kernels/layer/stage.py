@@ -85,14 +85,11 @@ class LayerPrograms:
         """The programs of a layer, one for each bucket, when it is called with such arguments.
         Their values, and how many rows there are, don't matter.
         """
-        least = self._buckets.tokens[0]
+        held = self._buckets.rows(plan.shape.rows)
         given = self._arguments(
-            layer, weights, plan, kv, residual, hidden, selection, next_norm, least
+            layer, weights, plan, kv, residual, hidden, selection, next_norm, held
         )
-        return [
-            self._wanted(layer, kv, _of_rows(given, least, bucket))
-            for bucket in self._buckets.tokens
-        ]
+        return [self._wanted(layer, kv, _of_rows(given, bucket)) for bucket in self._buckets.tokens]
 
     def _arguments(
         self,
@@ -136,12 +133,12 @@ class LayerPrograms:
         return key, name, partial(_lowered, form, arguments)
 
 
-def _of_rows(arguments: tuple[Any, ...], rows: int, wanted: int) -> tuple[Any, ...]:
-    """Shapes of a program's arguments, with ``wanted`` rows in place of ``rows``."""
+def _of_rows(arguments: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
+    """Shapes of a program's arguments, with so many rows in place of those that they have."""
 
     def sized(tree: Any) -> Any:
         return jax.tree.map(
-            lambda one: jax.ShapeDtypeStruct((wanted, *one.shape[1:]), one.dtype), tree
+            lambda one: jax.ShapeDtypeStruct((rows, *one.shape[1:]), one.dtype), tree
         )
 
     weights, step, caches, residual, hidden, chosen, norm = arguments

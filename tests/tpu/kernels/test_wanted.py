@@ -1,0 +1,60 @@
+"""The programs that a warm-up compiles are those that steps of any size ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ml4core.api import LayerKV, Segment, StepPlan, StepShape
+from ml4core_conformance import tiny
+from ml4core_conformance.subject import Subject
+from ml4core_tpu.buckets import Buckets
+from ml4core_tpu.kernels.layer.stage import LayerPrograms
+from ml4core_tpu.layouts import lane33_layout, tiles_layout
+from ml4core_tpu.programs import Programs
+
+PAGE = 128
+BUCKETS = Buckets(tokens=(32, 64, 100), requests=(8,), most_requests=8, pages=2)
+
+
+def plan(rows: int) -> StepPlan:
+    """A chunk of one request."""
+    none, groups = Segment(0, 0, 0), ("latent", "index")
+    shape = StepShape(none, none, Segment(1, rows, rows), tuple((g, 1) for g in groups), 1)
+    place = torch.arange(rows)
+    return StepPlan(
+        shape,
+        place,
+        place,
+        torch.zeros(rows, dtype=torch.int64),
+        torch.tensor([0, rows]).int(),
+        (place + 1).int(),
+        {group: torch.ones(1, 1).int() for group in groups},
+        {group: PAGE + place for group in groups},
+        torch.zeros(1, dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 32, 40, 100])
+def test_whatever_the_first_step_is(subject: Subject, rows: int) -> None:
+    layer, given = tiny.model().layers[1], tiny.weights(tiny.model(), 0).layers[1]
+    session, _ = subject.session_for(frozenset())
+    kv = LayerKV(
+        session.alloc_kv(tiles_layout(), 3, PAGE), session.alloc_kv(lane33_layout(), 3, PAGE)
+    )
+    layers = LayerPrograms(Programs(), BUCKETS)
+
+    def state(rows: int) -> tuple[Any, ...]:
+        residual = torch.zeros(rows, layer.hidden_size)
+        return residual, residual, None, given["attention_norm"]
+
+    wanted = [key for key, _, _ in layers.wanted(layer, given, plan(rows), kv, *state(1))]
+    asked = [
+        layers._wanted(
+            layer, kv, layers._arguments(layer, given, plan(size), kv, *state(size), bucket)
+        )[0]
+        for size, bucket in ((3, 32), (33, 64), (99, 100))
+    ]
+    assert wanted == asked

@@ -164,6 +164,6 @@ def test_libtpu_knows_the_chip(libraries: Path, version: str, arch: str, served:
     package(libraries, "libtpu", "", version=version)
     name, refusals = tpu.find_libtpu((Chip(0, arch),))
     assert name == f"libtpu {version}"
-    assert [refusal.reason for refusal in refusals] == (
-        [] if served else [f"libtpu {version} does not know tpu7x"]
-    )
+    # Whether it goes with the JAX that is installed here is another matter.
+    reasons = [refusal.reason for refusal in refusals if "know tpu" in refusal.reason]
+    assert reasons == ([] if served else [f"libtpu {version} does not know tpu7x"])

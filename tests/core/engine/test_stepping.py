@@ -76,7 +76,11 @@ def test_slots_point_into_the_pages_of_their_sequence(data: st.DataObject) -> No
         assert len(set(real)) == len(real) == sum(rows)
     assert plan.shape.rows == len(plan.token_ids) == len(plan.slots["latent"])
     assert plan.shape.requests == len(plan.query_start) - 1 == len(plan.block_tables["latent"])
-    assert len(plan.logits_indices) == len(lengths)
+    # Steps of one kind of rows have logits of padded requests too, behind those of real ones.
+    assert plan.shape.logits == len(plan.logits_indices) >= len(lengths)
+    told = plan.logits_indices[: len(lengths)].tolist()
+    assert len({owner[row] for row in told}) == len(lengths)
+    assert all(plan.visible[row] > 0 for row in told)
     # Decode and verify requests, padded ones too, tile their segment without a gap.
     fixed = plan.shape.decode.requests
     assert plan.query_start[: fixed + 1].tolist() == list(range(fixed + 1))

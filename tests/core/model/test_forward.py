@@ -134,8 +134,9 @@ def test_padding_leaves_no_trace(rig, prompt, kind):
     plain = run()
     padded = run(pad_requests=8, pad_rows=128, pad_pages=24)
     assert padded.taps == plain.taps == ()
-    # More rows may take the other form of attention: sums in another order.
-    close(padded.logits, plain.logits)
+    # More rows may take the other form of attention: sums in another order. Logits of padded
+    # requests come behind the others.
+    close(padded.logits[: len(plain.logits)], plain.logits)
     assert torch.isfinite(padded.logits).all()
 
 

@@ -232,7 +232,9 @@ def _split(
 ) -> list[tuple[int, Tensor]]:
     """The logits of each prompt. A request is known by its first page, which no two share."""
     first_page = {int(page): i for i, page in enumerate(plan.block_tables["latent"][:, 0]) if page}
-    requests = plan.row_request[plan.logits_indices]
+    # Those of padding come behind all others.
+    total = sum(count for _, count, _ in work)
+    logits, requests = logits[:total], plan.row_request[plan.logits_indices[:total]]
     parts = []
     for sequence, count, index in work:
         mine = logits[requests == first_page[sequence.pages["latent"][0]]]

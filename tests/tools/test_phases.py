@@ -18,7 +18,14 @@ from tools.train_tiny.draft import Drafter
 from tools.train_tiny.model import TinyModel
 from tools.train_tiny.optim import orthogonalised, rate_factor
 from tools.train_tiny.own_words import own_words
-from tools.train_tiny.phases import DraftPhase, IndexPhase, MainPhase, Settings, SparsePhase
+from tools.train_tiny.phases import (
+    FALL,
+    DraftPhase,
+    IndexPhase,
+    MainPhase,
+    Settings,
+    SparsePhase,
+)
 
 LENGTH = 48
 FAR = math.inf
@@ -41,7 +48,7 @@ def losses(phase, steps: int, name: str) -> list[float]:
 def test_every_phase_lowers_its_loss(shape, corpus):
     torch.manual_seed(0)
     model = TinyModel(shape.model)
-    found = losses(MainPhase(settings(60), corpus, model), 60, "nll")
+    found = losses(MainPhase(settings(60, fall=FALL), corpus, model), 60, "nll")
     assert found[0] > 5.0
     assert np.mean(found[-5:]) < 3.5
     assert model.stretched, "the cooldown turns YaRN on"

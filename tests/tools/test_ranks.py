@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,32 @@ def test_every_phase_runs_with_two_processes(train, tmp_path):
 def test_a_batch_that_does_not_divide_is_refused(train):
     with pytest.raises(AssertionError, match="no multiple of 2 processes"):
         train("main", "run", "--tokens", "500", "--batch", "3", "--length", LENGTH, processes=2)
+
+
+def test_a_group_that_is_left_leaves_no_thread():
+    """One that outlives the interpreter's end aborts the process."""
+    program = """
+import os, torch, torch.distributed as dist
+from tools.train_tiny.ranks import Ranks, join
+ranks, _ = join("cpu")
+import torch._dynamo
+dist.all_reduce(torch.ones(3))
+names = lambda: {open(f"/proc/self/task/{n}/comm").read() for n in os.listdir("/proc/self/task")}
+assert any("gloo" in name for name in names()), names()
+ranks.leave()
+assert not any("gloo" in name for name in names()), names()
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=ROOT, text=True, stderr=subprocess.PIPE,
+            env={**os.environ, **place, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=100)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], said

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions' defaults hold the group that is joined when it is imported, which torch does when
+# it first compiles: the group would outlive leave(), and its threads abort an ending process.
+import torch.distributed.nn
 from torch import Tensor
 
 BUCKET = 32 << 20

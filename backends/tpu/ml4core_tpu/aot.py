@@ -17,6 +17,7 @@ from typing import Any
 from ml4core.api import Refusal
 from ml4core_tpu.aot_kernels import Kernel, kernels_of
 from ml4core_tpu.bridge import host_environment
+from ml4core_tpu.compilation import without_cache
 
 SLICE = "tpu7x:2x2x1"
 """One host: 4 chips, 8 devices."""
@@ -144,7 +145,8 @@ def compile_program(case: Case, arguments: tuple[Any, ...]) -> Compiled:
     start = perf_counter()
     try:
         traced = case.program.trace(*arguments, **case.options)  # type: ignore[attr-defined]
-        program = traced.lower(lowering_platforms=("tpu",)).compile()
+        with without_cache():
+            program = traced.lower(lowering_platforms=("tpu",)).compile()
     except Exception as error:
         raise Refused(_refusal(case, error)) from error
     seconds = perf_counter() - start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -73,6 +74,23 @@ def compilation_cache(deployment: Deployment) -> None:
         cache.reset_cache()  # else the first folder of a process stays in use
     for name, value in SETTINGS.items() if folder else ():
         config.update(name, value)
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """Programs for a slice that isn't there: JAX stores them, and fails when it reads them back."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache as cache
+
+    config: Any = jax.config
+    before = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)
+    cache.reset_cache()  # else what was found at a process's first program goes for all
+    try:
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", before)
+        cache.reset_cache()
 
 
 def _default_folder() -> str:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from ml4core.api import Deployment, Device, ModelSpec
+from ml4core_tpu.aot import SLICE, compile_case, devices_of
+from ml4core_tpu.aot_cases import all_cases
 from ml4core_tpu.compilation import SETTINGS, compilation_cache
 
 SOURCE = """
@@ -93,3 +95,15 @@ def test_a_folder_that_jax_was_told_of_stays(
 ) -> None:
     compilation_cache(Deployment(published, device))
     assert jax.config.jax_compilation_cache_dir == str(folder)
+
+
+def test_programs_for_a_slice_that_is_not_there_are_not_kept(folder: Path) -> None:
+    """JAX could store them, and fails when it reads them back."""
+    pytest.importorskip("libtpu")
+    case = next(case for case in all_cases() if case.name == "router/64 rows")
+    (chip, *_) = devices_of(SLICE)
+    for _ in range(2):
+        compile_case(case, chip)
+    assert not list(folder.glob("*-cache"))
+    from_("/one/kernels.py", 0)(True).trace(SHAPE).lower().compile()
+    assert len(list(folder.glob("*-cache"))) == 1, "the host's are kept again"

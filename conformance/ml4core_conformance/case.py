@@ -75,5 +75,6 @@ class OpCase:
     def id(self) -> str:
         return f"{self.op}/{self.variant}/{self.name}"
 
-    def arguments(self, seed: int) -> Arguments:
-        return self.make(Draw(seed, self.id))
+    def arguments(self, seed: int, slow: bool = False) -> Arguments:
+        """``slow``: fewer rows, where they are draws of one law."""
+        return self.make(Draw(seed, self.id, slow))

@@ -20,6 +20,13 @@ def slowness(device: Device) -> float:
     return 10.0 if device.kind == "interpreted" else 1.0
 
 
+def is_slow(device: Device) -> bool:
+    """Whether each row takes milliseconds, so that laws are judged by fewer draws. What is measured
+    of a law tells their count.
+    """
+    return device.kind == "interpreted"
+
+
 class Status(StrEnum):
     """How a check ended. Only PASS is green by itself.
 

@@ -52,19 +52,26 @@ def _surprise(p: float) -> float:
 
 
 def _joined(seen: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts with the rare cells as one, the last; and the cells that stand alone."""
+    """Counts with the rare cells joined in order until each group is expected often enough, behind
+    those that stand alone; and the cells that do. Neighbours are alike: runs of tokens that begin
+    with the same ones.
+    """
     rare = expected < _LEAST
     order = (~rare).nonzero().flatten()
-    alone = [one[order] for one in (seen, expected)]
-    rest = [one[rare].sum().reshape(1) for one in (seen, expected)]
-    if float(rest[1]) >= _LEAST:
-        return torch.cat((alone[0], rest[0])), torch.cat((alone[1], rest[1])), order
-    if len(order) and float(rest[1]) > 0:  # too few even together: to the rarest of the others
-        least = int(alone[1].argmin())
-        alone[0][least] += rest[0][0]
-        alone[1][least] += rest[1][0]
-    return alone[0], alone[1], order
+    counts, due = seen[order].tolist(), expected[order].tolist()
+    group = [0.0, 0.0]
+    for cell in rare.nonzero().flatten().tolist():
+        group = [group[0] + float(seen[cell]), group[1] + float(expected[cell])]
+        if group[1] >= _LEAST:
+            counts.append(group[0])
+            due.append(group[1])
+            group = [0.0, 0.0]
+    if due and group[1] > 0:  # what is left is too little: to the rarest of the others
+        least = due.index(min(due))
+        counts[least] += group[0]
+        due[least] += group[1]
+    return torch.tensor(counts, dtype=seen.dtype), torch.tensor(due, dtype=expected.dtype), order
 
 
 def _label(outcomes: tuple[str, ...], order: Tensor, cell: int) -> str:
-    return outcomes[int(order[cell])] if cell < len(order) else "the rare ones together"
+    return outcomes[int(order[cell])] if cell < len(order) else "rare ones together"

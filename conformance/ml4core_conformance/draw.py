@@ -9,12 +9,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+FEW = 96
+"""Draws of a law that are enough for gross faults."""
+
 
 class Draw:
-    """A stream of numbers that depends on its seed and label alone. Tensors are on the CPU."""
+    """A stream of numbers that depends on its seed and label alone. Tensors are on the CPU.
 
-    def __init__(self, seed: int, label: str = "") -> None:
+    ``slow``: for a device on which each row takes milliseconds.
+    """
+
+    def __init__(self, seed: int, label: str = "", slow: bool = False) -> None:
+        self._slow = slow
         self._bits = np.random.Generator(np.random.Philox(key=[seed, crc32(label.encode())]))
+
+    def rows(self, wanted: int, slow: int = FEW) -> int:
+        """How many draws of one law to ask for: ``slow`` where each takes long."""
+        return min(wanted, slow) if self._slow else wanted
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Standard normal values, rounded to ``dtype``."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ml4core.api import OPS
 from ml4core.compose.contract import CheckedOp
-from ml4core_conformance.check import CheckFailed
+from ml4core_conformance.check import CheckFailed, is_slow
 from ml4core_conformance.form import problems_of_form
 from ml4core_conformance.oracle import oracle
 from ml4core_conformance.oracle.expected import Expected
@@ -101,7 +101,7 @@ class Caller:
 def evaluate(subject: Subject, case: OpCase, seed: int) -> Evaluation:
     """Calls the subject's op twice. Whatever it raises is raised."""
     caller = caller_of(subject, case)
-    before = case.arguments(seed)
+    before = case.arguments(seed, is_slow(subject.device))
     expected = oracle(case.op)(case.options, before)
 
     first = caller.place(before)

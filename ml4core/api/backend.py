@@ -127,7 +127,9 @@ class Session(Protocol):
 
     @property
     def collectives(self) -> Collectives | None:
-        """None: core gives the default."""
+        """None: core gives the default. A process that is one of several ranks has joined their
+        group, torch.distributed's default one, before ``Backend.open``, which may make more.
+        """
         ...
 
     def providers(

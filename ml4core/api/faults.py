@@ -12,7 +12,7 @@ class Fault:
 
     Attributes:
         code: a short stable word, e.g. ``"nan"``, ``"timeout"``, ``"device"``, ``"contract"``,
-            ``"memory"``.
+            ``"memory"``, or ``"rank"``: another rank's process has ended.
         message: what happened, for a person.
         step: the step counter at which it was seen.
         rank: the rank that saw it first.

@@ -106,11 +106,13 @@ class MoESpec:
     """Width of all shared experts together; 0 for none."""
     routed_scale: float = 1.0
     renormalize: bool = True
+    first_expert: int = 0
+    """Id of the first expert that this rank has; how many it has, its weights tell."""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer. ``heads`` is the count on this rank."""
+    """One decoder layer. ``heads`` and widths are those on this rank."""
 
     index: int
     hidden_size: int

@@ -17,6 +17,7 @@ from ml4core.api import (
     Accepted,
     Candidate,
     Capabilities,
+    Collectives,
     LayerSpec,
     ModelSpec,
     Refusal,
@@ -77,7 +78,7 @@ class Choice:
 @dataclass(frozen=True)
 class BoundModel:
     """A callable a layer, in layer order, each with the signature of ``decoder_layer``; the ops
-    outside of layers; and the dtype of activations and the residual.
+    and collectives outside of layers; and the dtype of activations and the residual.
     """
 
     model: ModelSpec
@@ -85,6 +86,7 @@ class BoundModel:
     ops: Mapping[str, Callable[..., Any]]
     choices: tuple[Choice, ...]
     dtype: torch.dtype
+    collectives: Collectives
 
 
 def bind_ops(
@@ -142,7 +144,9 @@ def bind_model(session: Session, context: StageContext, shape: StepShape) -> Bou
             found[choice] = (*found.get(choice, ()), spec.index)
     layers[:1] = map(first.begins, layers[:1])
     merged = tuple(replace(choice, layers=indices) for choice, indices in found.items())
-    return BoundModel(context.model, tuple(layers), context.ops, merged, context.dtype)
+    return BoundModel(
+        context.model, tuple(layers), context.ops, merged, context.dtype, context.collectives
+    )
 
 
 def bind_global_stage(

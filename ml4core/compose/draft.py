@@ -27,6 +27,7 @@ from ml4core.api import (
 from ml4core.compose.attention import Children, attn_inputs, attn_output
 from ml4core.compose.context import StageContext
 from ml4core.compose.ffn import ffn
+from ml4core.compose.vocabulary import embeddings, vocabulary_logits
 
 _NO_ROWS = Segment(0, 0, 0)
 
@@ -61,7 +62,9 @@ class _Layer(NamedTuple):
 
 
 class BlockDrafter(Drafter):
-    """A ``Drafter`` of bound ops."""
+    """A ``Drafter`` of bound ops. Ranks share its layers out as they do the target's, whose shares
+    of the embedding and the output it has too; each runs all else.
+    """
 
     def __init__(self, ctx: StageContext) -> None:
         if ctx.model.draft is None:
@@ -71,6 +74,7 @@ class BlockDrafter(Drafter):
             )
         self._spec = ctx.model.draft
         self._ops = ctx.ops
+        self._ranks = ctx.collectives
         self._dtype = ctx.dtype
         self._layers = tuple(
             _Layer.compose(replace(ctx, layer=layer)) for layer in self._spec.layers
@@ -151,7 +155,8 @@ class BlockDrafter(Drafter):
     def block_inputs(self, weights: DraftWeights, anchors: Tensor) -> Tensor:
         spec, w = self._spec, weights.top
         own = spec.anchor_vector != "none"
-        rows = [self._ops["embed"](anchors, w["embedding"]).to(self._dtype).unsqueeze(1)]
+        anchor = embeddings(self._ops, anchors, w["embedding"], self._ranks)
+        rows = [anchor.to(self._dtype).unsqueeze(1)]
         if spec.mask_rows:
             masks = w["mask_embeddings"].to(rows[0].dtype).unsqueeze(0)
             masks = masks.expand(anchors.shape[0], -1, -1)
@@ -205,9 +210,9 @@ class BlockDrafter(Drafter):
         return torch.stack(outs, dim=1).flatten(0, 1)
 
     def base_logits(self, weights: DraftWeights, hidden: Tensor) -> Tensor:
-        rows = self._ops["gemm"](hidden.flatten(0, 1), weights.top["output"], torch.float32)
-        logits: Tensor = rows.unflatten(0, hidden.shape[:2])
-        return logits
+        output, vocab_size = weights.top["output"], self._spec.vocab_size
+        rows = vocabulary_logits(self._ops, hidden.flatten(0, 1), output, vocab_size, self._ranks)
+        return rows.unflatten(0, hidden.shape[:2])
 
     def head_init(self, states: Tensor) -> Tensor:
         shape = (states.shape[0], self._spec.markov_rank)

@@ -14,6 +14,8 @@ from ml4core.compose.context import StageContext
 def ffn(ctx: StageContext, children: Children) -> Callable[..., tuple[Tensor, Tensor | None]]:
     layer, ops = ctx.spec, ctx.ops
     moe = layer.moe
+    # A backend's op need not know of experts elsewhere, unless it declares them.
+    elsewhere = (moe.first_expert,) if moe is not None and moe.first_expert else ()
 
     def block(w: Weights, name: str, x: Tensor) -> Tensor:
         inner = ops["silu_mul"](ops["gemm"](x, w[f"{name}_w13"]))
@@ -32,7 +34,8 @@ def ffn(ctx: StageContext, children: Children) -> Callable[..., tuple[Tensor, Te
             # The router gives no weight to a row that it can't judge, such as one with NaN. Without
             # its experts the row would be wrong and look right: as NaN it sets the fault word.
             weights = torch.where((weights == 0).all(-1, keepdim=True), torch.nan, weights)
-            out = ops["moe_experts"](hidden, w["experts_w13"], w["experts_w2"], weights, ids)
+            experts = (w["experts_w13"], w["experts_w2"], weights, ids)
+            out = ops["moe_experts"](hidden, *experts, *elsewhere)
             if moe.shared_width:
                 out = (out.float() + block(w, "shared", hidden).float()).to(hidden.dtype)
         residual, normed = ops["all_reduce_rms_norm"](

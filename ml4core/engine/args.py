@@ -104,6 +104,11 @@ def _nodes(args: EngineArgs) -> Iterator[str]:
         * args.prefill_context_parallel_size
         * args.tensor_parallel_size
     )
+    if executor == "uni" and nodes == 1 and args.tensor_parallel_size > 1:
+        yield (
+            "--distributed-executor-backend: uni runs one rank; works: mp, with "
+            f"--tensor-parallel-size {args.tensor_parallel_size}"
+        )
     if rank >= nodes:
         yield (
             f"--node-rank: {rank} is out of range; works: 0 to {nodes - 1}, as --nnodes is {nodes}"

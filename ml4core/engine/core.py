@@ -195,6 +195,13 @@ class EngineCore:
         ended, self._ended = self._ended, []
         return ended + outputs
 
+    def stop(self, fault: Fault) -> None:
+        """Stops for a reason that no step has met. Open requests end with ``error``, which nobody
+        is told by ``step`` any more.
+        """
+        if self.fault is None:
+            self._stop(fault, None)
+
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix; False, and nothing done, while requests hold pages."""
         return self.kv.reset_prefix_cache()

@@ -80,9 +80,13 @@ class TimedSteps:
             )
             raise FaultError(self._fault) from None
 
-    def close(self) -> bool:
-        """Ends the thread; False if a call is still inside, to which its things must be left."""
-        return self._worker.close(0.0 if self._fault else GRACE_S)
+    def close(self, seconds: float | None = None) -> bool:
+        """Ends the thread; False if a call is still inside, to which its things must be left.
+        ``seconds``: how long it is waited for; None: not at all after a fault.
+        """
+        if seconds is None:
+            seconds = 0.0 if self._fault else GRACE_S
+        return self._worker.close(seconds)
 
     def _times_of(self, step: StepInput) -> int:
         """How many times the limit a step gets, whose programs are then those that ran last. Images

@@ -143,7 +143,7 @@ class Memory:
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
     tensor_parallel_size: int = flag(
-        1, "ranks that share each matrix", short="-tp", part="tensor parallelism"
+        1, "ranks that share each matrix, each a process with a device of its own", short="-tp"
     )
     pipeline_parallel_size: int = flag(
         1, "ranks that share the layers", short="-pp", part="pipeline parallelism"
@@ -163,11 +163,9 @@ class Parallel:
     data_parallel_rpc_port: int | None = flag(
         None, "port of the head node", part="data parallelism", maximum=PORT_MAX
     )
-    enable_expert_parallel: bool = flag(
-        False, "whole experts on each rank", short="-ep", part="expert parallelism"
-    )
+    enable_expert_parallel: bool = flag(False, "whole experts on each rank", short="-ep")
     enable_ep_weight_filter: bool = flag(
-        False, "read only this rank's experts from disk", part="expert parallelism"
+        False, "read only this rank's experts from disk, as is done in any case"
     )
     decode_context_parallel_size: int = flag(
         1, "ranks that share a context's cache", short="-dcp", part="decode context parallelism"
@@ -204,7 +202,7 @@ class Parallel:
         "what starts the ranks",
         choices=("uni", "mp", "ray", "external_launcher"),
         part="this launcher",
-        works=("uni",),
+        works=("uni", "mp"),
     )
     headless: bool = flag(False, "workers only, no server", part="running on several nodes")
 

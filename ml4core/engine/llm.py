@@ -6,19 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from ml4core import registry
-from ml4core.api import (
-    Deployment,
-    FaultError,
-    ModelSpec,
-    Session,
-)
+from ml4core.api import Deployment, Fault, FaultError
 from ml4core.engine import resolve as resolving
 from ml4core.engine import switches
 from ml4core.engine.args import EngineArgs
@@ -27,32 +20,22 @@ from ml4core.engine.bring_up import bring_up
 from ml4core.engine.cache_identity import cache_root
 from ml4core.engine.cache_sizes import Wanted
 from ml4core.engine.core import EngineCore
-from ml4core.engine.deadline import TimedSteps
 from ml4core.engine.estimates import estimates
 from ml4core.engine.generate import Completion, OnToken, generate
 from ml4core.engine.grammars import GrammarCompiler
-from ml4core.engine.image_limits import FLAG as IMAGES_FLAG
-from ml4core.engine.image_limits import image_limit
 from ml4core.engine.kv_pool import Pools
+from ml4core.engine.model_files import ModelFiles
 from ml4core.engine.opening import open_core, open_steps
+from ml4core.engine.parts import Parts
+from ml4core.engine.ranks.devices import refusals as device_refusals
 from ml4core.engine.runner import ModelRunner
 from ml4core.engine.sampling_params import SamplingParams
-from ml4core.engine.speculative_config import FLAG, SpeculativeConfig
+from ml4core.engine.speculative_config import SpeculativeConfig
 from ml4core.engine.speculative_config import refusals as draft_refusals
 from ml4core.engine.start_report import start_report
 from ml4core.engine.start_up import StartUp
-from ml4core.engine.steps import StepRunner
 from ml4core.engine.trials import Told
-from ml4core.models.checkpoint import Checkpoint
-from ml4core.models.dspark import with_drafter
-from ml4core.models.dspark_weights import load_draft, validate_draft
-from ml4core.models.errors import CheckpointError
-from ml4core.models.hub import resolve_model
-from ml4core.models.pixtral import vision_spec
-from ml4core.models.pixtral_weights import load_vision, validate_vision
-from ml4core.models.requant import expert_formats, formats_after, nbytes_after
-from ml4core.models.tensors import TensorReport, load_model_spec, validate
-from ml4core.models.weights import load_layers
+from ml4core.models.requant import expert_formats
 
 Progress = Callable[[int, int], None]
 """Told (bytes done, bytes in all)."""
@@ -69,13 +52,13 @@ class Engine:
         plan: Pools,
         core: EngineCore,
         speculation: SpeculativeConfig | None = None,
-        steps: StepRunner | None = None,
+        parts: Parts | None = None,
         start: StartUp | None = None,
         estimates: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """
         Args:
-            steps: what the core runs, if there is something of it to be closed.
+            parts: what is to be closed; None: nothing.
             start: how it was brought up, on a device that tells of its memory.
             estimates: what the planner said of that.
         """
@@ -85,7 +68,7 @@ class Engine:
         self.core = core
         self.speculation = speculation
         self._choice = choice
-        self._steps = steps
+        self._parts = parts or Parts()
         self._start = start
         self._estimates = estimates
         self._fault_told = False
@@ -108,6 +91,20 @@ class Engine:
             self._fault_told = True
             registry.notify_fault(self.core.fault, self._choice.manager)
 
+    @property
+    def alarm(self) -> int | None:
+        """A descriptor that can be read from once another rank has failed; None without others."""
+        return None if self._parts.ranks is None else self._parts.ranks.alarm
+
+    def look(self) -> Fault | None:
+        """Stops the core if another rank has failed, also while nothing runs; its fault."""
+        ranks = self._parts.ranks
+        if ranks is not None and self.core.fault is None:
+            fault = ranks.fault(self.core.stats().steps)
+            if fault is not None:
+                self.core.stop(fault)
+        return self.core.fault
+
     def report(self) -> dict[str, Any]:
         """The start-up report as JSON-able data: what runs where, who serves each part, and why not
         others.
@@ -115,6 +112,14 @@ class Engine:
         found = start_report(
             self._choice, self.deployment, self.runner, self.kv_plan, self.speculation
         )
+        ranks = self._parts.ranks
+        if ranks is not None:
+            sums = getattr(self.runner.session, "switches", {}).get("all-reduce")
+            found["parallel"] = {
+                "tensor_parallel_size": self.deployment.tensor_parallel_size,
+                "enable_expert_parallel": self.deployment.enable_expert_parallel,
+                **ranks.report(sums),
+            }
         if self._start is not None:
             share = self.deployment.gpu_memory_utilization
             found["memory"] = self._start.report(share, self._estimates)
@@ -122,10 +127,10 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """Closes the session; but for one within which a step never ended: its thread may use it
-        for as long as the process lives.
+        """Closes the session, but for one within which a step never ended: its thread may use it
+        for as long as the process lives. Ends the other ranks.
         """
-        _close(self.runner.session, self._steps)
+        self._parts.close()
 
 
 def open_engine(
@@ -161,90 +166,45 @@ def open_engine(
     """
     args = switches.with_environment(args)
     choice = choice or choose_backend(args)
-    checkpoint = Checkpoint.open(resolve_model(args.model, args.revision, args.download_dir))
-    spec = load_model_spec(checkpoint)
-    tensors = validate(checkpoint, spec)
-    drafter = None
-    if args.speculative_config:
-        spec, drafter = _with_drafter(checkpoint, spec)
-    vision = None
-    if image_limit(args.limit_mm_per_prompt):
-        spec, vision = _with_vision(checkpoint, spec)
-    beside = [report.nbytes for report in (drafter, vision) if report is not None]
-    requant = switches.requant(args.additional_config, choice.device.torch_device)
-    formats, nbytes = tensors.formats, tensors.nbytes
-    if requant is not None:
-        formats, nbytes = formats_after(tensors), nbytes_after(tensors)
-    deployment = resolving.resolve(
-        args,
-        spec,
-        formats | (frozenset() if drafter is None else drafter.formats),
-        nbytes + sum(beside),
-        choice.device,
-        choice.capabilities,
-    )
+    files = ModelFiles.open(args)
+    deployment = files.deployment(args, choice.device, choice.capabilities)
+    size = deployment.tensor_parallel_size
     refusals = [
         *args.refusals(),
+        *device_refusals(size, [found.device for found in choice.devices]),
         *resolving.layout_refusals(deployment),
-        *resolving.limit_refusals(spec, choice.capabilities),
-        *switches.refusals(args.additional_config, expert_formats(tensors), choice.capabilities),
+        *resolving.limit_refusals(files.spec, choice.capabilities),
+        *switches.refusals(
+            args.additional_config, expert_formats(files.tensors), choice.capabilities
+        ),
     ]
-    config = resolving.speculation(args, spec)
-    if config is not None and spec.draft is not None:
+    config = resolving.speculation(args, files.spec)
+    if config is not None and files.spec.draft is not None:
         rows = deployment.max_num_batched_tokens
-        refusals += draft_refusals(config, spec.draft, choice.capabilities, rows)
+        refusals += draft_refusals(config, files.spec.draft, choice.capabilities, rows)
     registry.check(deployment, choice.capabilities, choice.manager, refusals)
-    session = registry.open_session(choice.plugin, deployment)
-    steps: StepRunner | None = None
+    files.check_cut(deployment)
+    parts = Parts.start(args, choice, files, size)
     try:
-        runner = ModelRunner(session, choice.backend.name, deployment, choice.capabilities)
-        steps = open_steps(args, deployment, runner)
-        dtype = getattr(torch, deployment.dtype)
-
-        def load() -> None:
-            runner.load(
-                load_layers(
-                    checkpoint, spec, dtype, progress=progress, report=tensors, requant=requant
-                )
+        with parts.together():
+            runner = parts.open(choice, deployment)
+            steps = parts.steps = open_steps(args, deployment, runner)
+            wanted = Wanted(sequences, tokens_each, fill)
+            plan, start = bring_up(
+                args,
+                deployment,
+                runner,
+                steps,
+                wanted,
+                lambda: parts.load(files, runner, deployment, progress),
+                starting,
             )
-            if drafter is not None and spec.draft is not None:
-                runner.load_draft(load_draft(checkpoint, spec.draft, dtype, report=drafter))
-            if vision is not None and spec.vision is not None:
-                runner.load_vision(load_vision(checkpoint, spec.vision, dtype, report=vision))
-
-        wanted = Wanted(sequences, tokens_each, fill)
-        plan, start = bring_up(args, deployment, runner, steps, wanted, load, starting)
-        root = cache_root(deployment, plan.layouts, checkpoint.path.glob("*.safetensors"))
+        root = cache_root(deployment, plan.layouts, files.checkpoint.path.glob("*.safetensors"))
         core = open_core(
             args, deployment, choice.capabilities, runner, plan, steps, eos_ids, root, grammars
         )
-        planner = {} if start is None else estimates(checkpoint, args, deployment)
+        planner = {} if start is None else estimates(files.checkpoint, args, deployment)
     except BaseException:
-        _close(session, steps)
+        parts.close()
         raise
-    return Engine(choice, deployment, runner, plan, core, config, steps, start, planner)
-
-
-def _close(session: Session, steps: StepRunner | None) -> None:
-    if not isinstance(steps, TimedSteps) or steps.close():
-        session.close()
-
-
-def _with_drafter(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ModelSpec, TensorReport]:
-    """The model with its drafter, and the drafter's tensors. Raises ``CheckpointError``."""
-    try:
-        spec = with_drafter(checkpoint, spec)
-        assert spec.draft is not None
-        return spec, validate_draft(checkpoint, spec.draft)
-    except CheckpointError as error:
-        raise CheckpointError(f"{FLAG}: {error}") from error
-
-
-def _with_vision(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ModelSpec, TensorReport]:
-    """The model with its encoder of images, and the encoder's tensors. Raises
-    ``CheckpointError``.
-    """
-    vision = vision_spec(spec.extras, spec.hidden_size)
-    if vision is None:
-        raise CheckpointError(f"{IMAGES_FLAG}: {checkpoint.path} has no encoder of images")
-    return replace(spec, vision=vision), validate_vision(checkpoint, vision)
+    return Engine(choice, deployment, runner, plan, core, config, parts, start, planner)

@@ -11,6 +11,7 @@ import torch
 from ml4core.api import (
     DRAFT_GROUP,
     Capabilities,
+    Collectives,
     Deployment,
     DeviceMemory,
     DraftOutput,
@@ -40,35 +41,59 @@ from ml4core.compose.bind import (
     bind_ops,
 )
 from ml4core.compose.context import StageContext
-from ml4core.engine.collectives import SingleRank
+from ml4core.engine.collectives import SingleRank, shard_of
 from ml4core.engine.kv_pool import Pools, allocate
 from ml4core.engine.programs import Programs
 from ml4core.engine.transfers import upload
 from ml4core.models.mistral_large4 import KVState, ModelWeights, forward
 from ml4core.models.pixtral_images import ImageBatch
+from ml4core.models.shards import Shard, shard_spec
 
 LayerStream = Iterable[tuple[LayerSpec | None, Mapping[str, torch.Tensor | Weight]]]
 
 
 class ModelRunner:
-    """One rank's model. ``step`` runs a plan; after a fault it refuses for good."""
+    """One rank's model. ``step`` runs a plan; after a fault it refuses for good.
+
+    Attributes:
+        collectives: those of the session, else those that were given.
+        shard: what of the weights this rank has: ``load`` takes what ``load_layers`` gives for it.
+        spec: the table as this rank sees it.
+    """
 
     def __init__(
-        self, session: Session, backend: str, deployment: Deployment, capabilities: Capabilities
+        self,
+        session: Session,
+        backend: str,
+        deployment: Deployment,
+        capabilities: Capabilities,
+        *,
+        collectives: Collectives | None = None,
     ) -> None:
+        """``collectives``: of the deployment's ranks, for a session that brings none; may be None
+        where there is one. ``ValueError`` for those of another number of ranks.
+        """
         ops, self._op_choices = bind_ops(session, capabilities, backend)
         self.session = session
         self.memory: DeviceMemory | None = getattr(session, "memory", None)
         self.backend = backend
-        self.spec = deployment.model
+        self.collectives = session.collectives or collectives or SingleRank()
+        ranks, size = self.collectives.world_size, deployment.tensor_parallel_size
+        if ranks != size:
+            raise ValueError(
+                f"--tensor-parallel-size {size}, and the runner's collectives are of {ranks}; "
+                f"works: collectives of {size} ranks"
+            )
+        self.shard: Shard = shard_of(deployment, self.collectives.rank)
+        self.spec = shard_spec(deployment.model, self.shard)
         self._device = deployment.device.torch_device
         self.vocab_size = deployment.model.vocab_size
         self.ops = ops
         self._context = StageContext(
-            model=deployment.model,
+            model=self.spec,
             layer=None,
             ops=ops,
-            collectives=session.collectives or SingleRank(),
+            collectives=self.collectives,
             dtype=getattr(torch, deployment.dtype),
             mla_form=str(deployment.attention_config.get("mla_form", "auto")),
         )

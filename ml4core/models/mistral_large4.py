@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ml4core.api import KVCache, LayerKV, Selection, StepOutput, StepPlan
 from ml4core.compose.bind import BoundModel
+from ml4core.compose.vocabulary import embeddings, vocabulary_logits
 
 
 class ModelWeights(NamedTuple):
@@ -33,9 +34,9 @@ def forward(bound: BoundModel, weights: ModelWeights, plan: StepPlan, kv: KVStat
 
     A selection lives for this call only, from its owner to the last layer that uses it.
     """
-    spec = bound.model
+    spec, ops, ranks = bound.model, bound.ops, bound.collectives
     # The table has the dtype that the session keeps it in.
-    residual = bound.ops["embed"](plan.token_ids, weights.top["embedding"]).to(bound.dtype)
+    residual = embeddings(ops, plan.token_ids, weights.top["embedding"], ranks).to(bound.dtype)
     if plan.image_index is not None and plan.image_embeddings is not None:
         index = plan.image_index.unsqueeze(-1)
         images = plan.image_embeddings[plan.image_index.clamp(min=0)].to(bound.dtype)
@@ -71,6 +72,6 @@ def forward(bound: BoundModel, weights: ModelWeights, plan: StepPlan, kv: KVStat
             "the last layer returned no normed state although it was given the final norm"
         )
     wanted = hidden[plan.logits_indices]
-    logits = bound.ops["gemm"](wanted, weights.top["output"], torch.float32)
+    logits = vocabulary_logits(ops, wanted, weights.top["output"], spec.vocab_size, ranks)
     fault = fault | (logits.isnan().any(-1) & real[plan.logits_indices]).any()
     return StepOutput(logits, tuple(taps[i] for i in spec.taps), fault)

@@ -19,6 +19,7 @@ from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
 from ml4core.engine.image_limits import FLAG as IMAGES_FLAG
 from ml4core.engine.image_limits import image_limit
+from ml4core.engine.ranks.devices import refusals as device_refusals
 from ml4core.engine.speculative_config import refusals as draft_refusals
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.hub import is_local, resolve_model
@@ -92,6 +93,9 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
         found.append(Refusal("core", IMAGES_FLAG, reason, "leave it out"))
     deployment = _deployment(args, spec, model, device, capabilities)
     experts = {lot.format for lot in model.table.lots if lot.role in EXPERT_ROLES}
+    if choice is not None:
+        devices = [one.device for one in choice.devices]
+        found += device_refusals(deployment.tensor_parallel_size, devices)
     found += resolving.layout_refusals(deployment)
     found += resolving.limit_refusals(spec, capabilities)
     found += switches.refusals(args.additional_config, experts, capabilities)

@@ -35,8 +35,6 @@ _CUTS: Mapping[str, Cut] = MappingProxyType(
     {
         "embedding": "vocabulary",
         "output": "vocabulary",
-        "markov_w1": "vocabulary",
-        "markov_w2": "vocabulary",
         "wq": "rows",
         "wq_b": "rows",
         "w_uk, w_uv": "rows",
@@ -62,7 +60,7 @@ CUT_WORDS: Mapping[str, str] = MappingProxyType(
         "shared experts": "by width over TP",
         "dense": "by width over TP",
         "norms": "on every rank",
-        "drafter": "heads, width and vocabulary over TP; the rest on every rank",
+        "drafter": "heads and width over TP; the rest on every rank",
         "vision": "on every rank",
     }
 )

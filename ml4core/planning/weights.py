@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ml4core.models.matrix_formats import BLOCKS
 from ml4core.models.requant import SOURCES, TARGET
-from ml4core.models.shards import EXPERT_ROLES
+from ml4core.models.shards import EXPERT_ROLES, Shard
 from ml4core.planning.formats import PLAIN, held_bytes
 from ml4core.planning.parts import PARTS, Cut, cut_of
 from ml4core.planning.ranks import Ranks
@@ -147,7 +147,9 @@ def rank_shape(lot: Lot, ranks: Ranks) -> tuple[int, int, int]:
     """(count, rows, columns) of a rank's share, of the rank that has most."""
     cut: Cut = cut_of(lot.part, lot.role)
     count, rows, columns = lot.count, lot.rows, lot.columns
-    if cut == "vocabulary" or cut == "rows":
+    if cut == "vocabulary":
+        return count, Shard(0, ranks.tp).vocab(rows).rows, columns
+    if cut == "rows":
         return count, -(-rows // ranks.tp), columns
     if cut == "columns":
         return count, rows, -(-columns // ranks.tp)

@@ -165,6 +165,68 @@ def test_who_sums(
     assert ("close" in aiter.names()) is not bool(reasons)
 
 
+@pytest.fixture
+def four(alone: None, monkeypatch: pytest.MonkeyPatch) -> Deployment:
+    """A deployment of four ranks, whose sums are AITER's."""
+    monkeypatch.delenv(MAX_SIZE, raising=False)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
+    return deployment(tensor_parallel_size=4)
+
+
+def ended(group: Any) -> bool:
+    """Whether torch knows a group no longer."""
+    try:
+        dist.get_backend(group)
+    except ValueError:
+        return True
+    return False
+
+
+def test_the_group_that_handles_are_traded_over_ends_with_the_collectives(
+    four: Deployment, aiter: Fake
+) -> None:
+    found, _ = collectives.joined(four, switches(four, **{AITER: "1"}), CPU)
+    assert found is not None
+    group = aiter.last("CustomAllreduce")["group"]
+    assert group is not dist.group.WORLD
+    assert not ended(group)
+    found.close()
+    assert ended(group)
+    assert aiter.names().count("close") == 1
+    assert not ended(dist.group.WORLD)
+    found.close()
+    assert aiter.names().count("close") == 1
+
+
+def test_it_ends_where_the_library_cant_be_started(
+    four: Deployment, aiter: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def broken(group: Any, *_: Any) -> Any:
+        given.append(group)
+        raise RuntimeError("no peer memory")
+
+    monkeypatch.setattr(collectives, "AiterAllReduce", broken)
+    with pytest.raises(RuntimeError, match="no peer memory"):
+        collectives.joined(four, switches(four, **{AITER: "1"}), CPU)
+    assert [ended(group) for group in given] == [True]
+
+
+def test_closing_after_all_groups_have_ended(
+    aiter: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(MAX_SIZE, raising=False)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    four = deployment(tensor_parallel_size=4)
+    found, _ = collectives.joined(four, switches(four, **{AITER: "1"}), CPU)
+    assert found is not None
+    dist.destroy_process_group()
+    found.close()
+    assert aiter.names()[-1] == "close"
+
+
 def test_one_rank_has_no_group_and_others_need_theirs(alone: None) -> None:
     assert collectives.joined(deployment(), Switches(), CPU) == (None, {})
     with pytest.raises(RuntimeError, match="has joined a group of 1 ranks; works: torch"):

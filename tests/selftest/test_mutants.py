@@ -17,10 +17,12 @@ from ml4core_conformance.selftest import SelfTest, means, selftest, text
 from ml4core_conformance.verify import find
 
 BEYOND = {
+    "first-expert-forgotten": "parallel.logits",
     "refuses-in-silence": "caps.under",
     "scale-rounded-down": "layout.bytes",
     "shared-noise": "spec.distribution",
     "stale-draft-cache": "stages.draft_block",
+    "sum-forgotten": "parallel.logits",
     "swallows-switches": "system.refusal",
 }
 """Mutants of faults that are in no row, and the family whose business each is."""

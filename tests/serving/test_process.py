@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ml4core.api import Fault, FaultError
 from ml4core.bench.host import null_core
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
@@ -238,3 +241,24 @@ def test_no_token_of_a_failed_step_leaves(ends: Any) -> None:
     assert isinstance(last, Stopped)
     assert "ZeroDivisionError: in a step" in last.text
     assert sum(len(output[2]) for one in made for output in one.outputs) == 2
+
+
+def test_an_alarm_stops_an_engine_that_has_nothing_to_do(ends: Any) -> None:
+    channel, server = ends
+    core = null_core(1, 100, overlap=False)
+    channel.alarm, ring = os.pipe()
+    lost = Fault("rank", "rank 1 has gone", 0, 1)
+
+    def look() -> Fault | None:
+        core.stop(lost)
+        return core.fault
+
+    threading.Timer(0.2, os.write, (ring, b"!")).start()
+    assert EngineLoop(core, channel, look).run() == lost
+    os.close(ring)
+    os.close(channel.alarm)
+    channel.drain(10)
+    (told,) = Frames().feed(server.recv(1 << 20))
+    assert told == Stopped("rank", "rank 1 has gone")
+    with pytest.raises(FaultError):
+        core.add_request("a", [1], SamplingParams())

@@ -48,11 +48,11 @@ def test_buckets_of_a_deployment(device: Device, published: ModelSpec) -> None:
             max_num_batched_tokens=100,
         )
     )
-    assert found.tokens == (32, 64, 100)
+    assert found.tokens == (64, 100)
     assert found.requests == (8, 16, 20)
     assert found.pages == 8
     assert [found.tables(count) for count in (1, 18, 20, 21)] == [20, 20, 20, 32]
-    assert [found.rows(count) for count in (1, 16, 17, 65, 100, 101)] == [32, 32, 32, 100, 100, 128]
+    assert [found.rows(count) for count in (1, 16, 17, 65, 100, 101)] == [64, 64, 64, 100, 100, 128]
 
 
 def test_a_program_is_made_once_and_none_is_late_before_the_warm_up() -> None:

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from ml4core_tpu.layouts import TILES
 from tools.torch_xla import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 OPS = 11
 KERNELS = 7
 """Of a layer: latent and key written, scores, top-k, sparse MLA, and two products of experts."""
+GRAPHS = {"plain": 3, "tiles": 3, "drafts": 9}
+"""What is laid out; then a chunk and a decode, or a chunk, a window, and a block behind each."""
 FOLDER = Path(os.environ.get("ML4_TORCH_XLA_ENV", ROOT / ".venv-torch-xla"))
 
 
@@ -34,14 +37,14 @@ def python() -> Path:
         pytest.skip(f"the environment of torch-xla can't be made here: {error}")
 
 
-def said(python: Path, script: str, *words: str) -> list[dict[str, Any]]:
+def said(python: Path, script: str, *words: str, limit_s: float = 800) -> list[dict[str, Any]]:
     """What a child prints as JSON, in the side environment."""
     done = subprocess.run(
         [str(python), str(Path(__file__).with_name(script)), *words],
         env=os.environ | {"PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1"},
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=limit_s,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -58,6 +61,27 @@ def test_ops_of_lazy_tensors(python: Path) -> None:
     for one in found:
         assert one["same_shape"], one
         assert one["error"] < 1e-4, one
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize(("case", "margin"), [("plain", 1e-4), ("tiles", 3e-3), ("drafts", 1e-4)])
+def test_greedy_tokens_are_the_cpus(python: Path, case: str, margin: float) -> None:
+    """The engine with the shipped model, each step a graph of torch-xla: tokens are those of the
+    cpu backend, with a drafter too, and log probabilities within a margin. Caches in fp32 differ by
+    the order of sums; in FP8 a value near the middle of two codes falls to either.
+    """
+    (told,) = said(python, "xla_greedy_child.py", case, limit_s=1900)
+    found, wanted = told["found"], told["wanted"]
+    assert found["switches"]["runtime"] == "torch_xla"
+    assert found["layout"] == (TILES if case == "tiles" else "fp32")
+    assert len(found["ids"]) >= 16
+    assert found["ids"] == wanted["ids"]
+    assert told["error"] < margin
+    assert found["judged"] == wanted["judged"]
+    assert bool(found["judged"][0]) == (case == "drafts")
+    assert told["graphs"] <= GRAPHS[case], "steps of one shape are one graph"
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ _COMMON = frozenset(
     | {f"act:{name}" for name in ("bf16", "fp32", *ACTS)}
     | {"feature:compose", "feature:prefix_caching"}
     | {"spec:dspark", "spec:probabilistic_drafts", "spec:block_verification"}
+    | {"parallel:tp", "parallel:ep"}
 )
 _BY_ARCH = {"sm_100": frozenset({"index:planar_ue8m0x4"})}
 _REAL = frozenset({"feature:graph_capture", "feature:async_scheduling"})

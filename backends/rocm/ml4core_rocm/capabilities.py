@@ -17,6 +17,7 @@ _COMMON = frozenset(
     | {"act:bf16", "act:fp32", "feature:compose", "feature:prefix_caching"}
     | {"feature:load_time_mxfp4"}
     | {"spec:dspark", "spec:probabilistic_drafts", "spec:block_verification"}
+    | {"parallel:tp", "parallel:ep"}
 )
 STAGES = {
     "attn_inputs": frozenset(inputs_stage.OPS),

@@ -27,13 +27,24 @@ class GroupCollectives:
     Args:
         summing: makes what all-reduces in torch's place, from torch's way for what it doesn't
             take; None: torch does.
+        handles: a group that ``summing`` exchanges over, made for this object; ended with it.
     """
 
     def __init__(
-        self, group: Any = None, summing: Callable[[Sum], AiterAllReduce] | None = None
+        self,
+        group: Any = None,
+        summing: Callable[[Sum], AiterAllReduce] | None = None,
+        handles: Any = None,
     ) -> None:
         self._group = group
-        self._own = summing(self.summed) if summing else None
+        self._handles = handles
+        self._own: AiterAllReduce | None = None
+        if summing:
+            try:
+                self._own = summing(self.summed)
+            except BaseException:
+                self.close()
+                raise
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
 
@@ -65,9 +76,16 @@ class GroupCollectives:
         return found.movedim(0, dim).contiguous()
 
     def close(self) -> None:
-        """Gives back what sums hold; the group is its maker's."""
-        if self._own is not None:
-            self._own.close()
+        """Gives back what sums hold; ``group`` is its maker's. Twice is once."""
+        own, self._own = self._own, None
+        handles, self._handles = self._handles, None
+        try:
+            if own is not None:
+                own.close()
+        finally:
+            # With the default group all others have ended.
+            if handles is not None and dist.is_initialized():
+                dist.destroy_process_group(handles)
 
     def _divided(self, x: Tensor, dim: int) -> Tensor:
         """``x`` with the axis that is cut in front. ``ValueError`` for one that ranks don't
@@ -107,4 +125,8 @@ def joined(
     # The library trades handles over the host, in a group that every rank makes.
     group = dist.new_group(backend="gloo")
     told = {"all-reduce": f"{peer.name} {aiter_functions.release()}"}
-    return GroupCollectives(summing=lambda torchs: AiterAllReduce(group, device, torchs)), told
+
+    def summing(torchs: Sum) -> AiterAllReduce:
+        return AiterAllReduce(group, device, torchs)
+
+    return GroupCollectives(summing=summing, handles=group), told

@@ -51,9 +51,11 @@ def to_jax(tensor: Tensor) -> jax.Array:
     return jax.dlpack.from_dlpack(tensor.detach().contiguous())
 
 
-def to_torch(array: jax.Array) -> Tensor:
-    """A tensor of its own: JAX's arrays are not to be written."""
-    return torch.from_dlpack(array).clone()
+def to_torch(array: jax.Array, rows: int | None = None) -> Tensor:
+    """A tensor of its own, of the first ``rows`` if given: JAX's arrays are not to be written, and
+    a slice of one would be a program for each length.
+    """
+    return torch.from_dlpack(array)[:rows].clone()
 
 
 def bucket(count: int, least: int = 1) -> int:

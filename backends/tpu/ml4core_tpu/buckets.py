@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from ml4core.api import Deployment
 
 LEAST_TOKENS = 16
-LEAST_TOKENS_HOST = 32
+LEAST_TOKENS_HOST = 64
 """On the host a program costs more than rows that are empty."""
 LEAST_REQUESTS = 8
+LEAST_PAGES = 32
+"""Of the pool that a program of the host gets, so that few sizes serve most steps."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,18 @@ class Buckets:
         found = next((size for size in self.tokens if size >= count), None)
         return found or 1 << (count - 1).bit_length()
 
+    def columns(self, blocks: int) -> int:
+        """Pages of a request, in a pool of ``blocks``."""
+        return min(self.pages, self._pool(blocks))
+
+    def pool(self, requests: int, blocks: int) -> int:
+        """Pages of the pool that a program gets: what a step's requests can see of ``blocks``."""
+        return self._pool(min(self.tables(requests) * self.pages, blocks))
+
+    @staticmethod
+    def _pool(pages: int) -> int:
+        return max(LEAST_PAGES, 1 << (pages - 1).bit_length())
+
     def tables(self, requests: int) -> int:
         """Requests that a step's tables have: as many in each, but in one of too many."""
         most = self.most_requests
@@ -42,7 +56,7 @@ class Buckets:
 
 
 def buckets_of(deployment: Deployment) -> Buckets:
-    """Tokens 16 (32 on the host), twice that, ... and as many as a step may have; requests 8, 16,
+    """Tokens 16 (64 on the host), twice that, ... and as many as a step may have; requests 8, 16,
     ... likewise.
     """
     least = LEAST_TOKENS if deployment.device.kind == "real" else LEAST_TOKENS_HOST

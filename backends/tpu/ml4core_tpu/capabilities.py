@@ -42,8 +42,8 @@ def capabilities(device: Device) -> Capabilities:
         "kv": TILES,
         "fp8": TILES,
         "index": LANE33,
-        "block_size": "512" if real else "128",
-        "max_num_seqs": "256" if real else "4",
+        "block_size": "1024" if real else "128",
+        "max_num_seqs": "128" if real else "4",
         "max_num_batched_tokens": "8192" if real else "64",
     }
     return Capabilities(_FEATURES, defaults, {"max_topk": _MAX_TOPK, "max_heads": 128})

@@ -12,6 +12,7 @@ from typing import Any
 from ml4core.api import Deployment, Refusal
 from ml4core_tpu.buckets import Buckets
 from ml4core_tpu.programs import Programs
+from ml4core_tpu.runtimes import LAZY, runtime_of
 
 CACHE = "compilation_cache"
 WARM_UP = "warm_up"
@@ -45,6 +46,9 @@ def compilation_refusals(deployment: Deployment) -> tuple[Refusal, ...]:
         if name in own and not isinstance(own[name], kind):
             subject = f"--additional-config tpu.{name}"
             found.append(Refusal("tpu", subject, f"can't be {own[name]!r}", remedy))
+        elif name in own and runtime_of(deployment) == LAZY:
+            subject, reason = f"--additional-config tpu.{name}", "torch-xla compiles for itself"
+            found.append(Refusal("tpu", subject, reason, f"no {name}, or tpu.runtime=jax"))
     return tuple(found)
 
 

@@ -17,6 +17,7 @@ from ml4core.api import Deployment, Refusal
 SWITCHES = ("runtime", "compilation_cache", "warm_up")
 """Keys of the object ``tpu`` of ``--additional-config``."""
 DEFAULT = "jax"
+LAZY = "torch_xla"
 
 _DISTRIBUTIONS: Mapping[str, str] = MappingProxyType(
     {"jax": "jax[tpu]", "torch_xla": "torch-xla", "torch_tpu": "torch-tpu"}
@@ -41,10 +42,16 @@ def runtime_refusals(deployment: Deployment) -> tuple[Refusal, ...]:
     if runtime == "torch_tpu" and device.kind != "real":
         reason = f"torch-tpu {_version(runtime)} runs nothing without a TPU: it has no other client"
         return (Refusal("tpu", subject, reason, "tpu.runtime=jax, which interprets on the host"),)
-    if runtime == "torch_xla" and device.kind != "real":
-        reason = "sessions on lazy tensors of the host have not landed; its ops are registered"
+    if runtime == LAZY and (reason := _unlike_torch(_version(LAZY), version("torch"))):
         return (Refusal("tpu", subject, reason, "tpu.runtime=jax"),)
     return ()
+
+
+def _unlike_torch(torch_xla: str, torch: str) -> str:
+    """Why torch-xla can't be loaded beside this torch; "" if it can be."""
+    if torch_xla.split(".")[:2] == torch.split(".")[:2]:
+        return ""
+    return f"torch-xla {torch_xla} is bound to torch of its own release, and here is torch {torch}"
 
 
 def runtime_reasons() -> Mapping[str, str]:

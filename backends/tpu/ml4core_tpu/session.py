@@ -1,5 +1,5 @@
-"""A session on the host: layers as programs, with kernels that XLA interprets; the rest composed by
-core.
+"""A session on the host, with kernels that XLA interprets. Under JAX layers are programs, and the
+rest is composed by core; under torch-xla core's whole step is one graph.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from ml4core_tpu.ops import act_of, ops_for
 from ml4core_tpu.product_ops import GROUPS
 from ml4core_tpu.programs import Programs
 from ml4core_tpu.release import release
+from ml4core_tpu.runtimes import LAZY
 
 if TYPE_CHECKING:
     from ml4core_tpu.kernels.layer.stage import LayerPrograms
@@ -78,8 +79,18 @@ class TpuSession:
         self._deployment = deployment
         self._layers: LayerPrograms | None = None
         self.switches: Mapping[str, str] = MappingProxyType({"runtime": runtime})
-        if not deployment.enforce_eager:
+        if runtime == LAZY:
+            self._lazy()
+        elif not deployment.enforce_eager:
             self._compiled(runtime)
+
+    def _lazy(self) -> None:
+        """Steps become graphs of torch-xla."""
+        from ml4core_tpu.lazy_steps import LazyExecutor, lazy_buckets, lazy_device
+
+        self._torch_device = lazy_device()
+        self.step_buckets = lazy_buckets(self._deployment)
+        self.executor = LazyExecutor(self._torch_device)
 
     def _compiled(self, runtime: str) -> None:
         """Layers become programs."""
@@ -120,31 +131,21 @@ class TpuSession:
         compute dtype, but for those that the model wants in fp32.
         """
         weights = {name: _packed(name, value) for name, value in weights.items()}
-        moved: dict[int, Tensor] = {}
-        return {name: self._prepared(name, value, moved) for name, value in weights.items()}
+        # The encoder of images is called with tensors of the host, whatever the runtime.
+        host = torch.device(self.device.torch_device)
+        copies = _Copies(host if part == "vision" else self._torch_device)
+        return {name: self._prepared(name, value, copies) for name, value in weights.items()}
 
-    def _prepared(
-        self, name: str, value: Tensor | Weight, moved: dict[int, Tensor]
-    ) -> Tensor | Weight:
+    def _prepared(self, name: str, value: Tensor | Weight, copies: _Copies) -> Tensor | Weight:
         if not isinstance(value, Weight):
             dtype = self._dtype if name == "embedding" else value.dtype
-            return self._moved(value, dtype, moved)
+            return copies.of(value, dtype)
         if value.format not in ("fp32", "bf16"):
-            parts = {key: self._moved(one, one.dtype, moved) for key, one in value.parts.items()}
+            parts = {key: copies.of(one, one.dtype) for key, one in value.parts.items()}
             return Weight(value.format, value.shape, parts)
         dtype = torch.float32 if name in _KEPT_FP32 else self._dtype
-        data = self._moved(value.data, dtype, moved)
         format = "fp32" if dtype == torch.float32 else "bf16"
-        return Weight(format, value.shape, {"data": data})
-
-    def _moved(self, value: Tensor, dtype: torch.dtype, moved: dict[int, Tensor]) -> Tensor:
-        """A dense copy on the device; one for all uses of a tensor in this dtype."""
-        known = moved.get(id(value))
-        if known is None or known.dtype != dtype:
-            known = torch.empty(value.shape, dtype=dtype, device=self._torch_device)
-            known.copy_(value)
-            moved[id(value)] = known
-        return known
+        return Weight(format, value.shape, {"data": copies.of(value.data, dtype)})
 
     def alloc_kv(self, layout: KVLayout, blocks: int, block_size: int) -> KVCache:
         layout.check_block_size(block_size)
@@ -171,6 +172,22 @@ class TpuSession:
 
     def close(self) -> None:
         return None
+
+
+class _Copies:
+    """Dense copies on a device; one for all uses of a tensor in a dtype."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[int, Tensor] = {}
+
+    def of(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        known = self._made.get(id(value))
+        if known is None or known.dtype != dtype:
+            known = torch.empty(value.shape, dtype=dtype, device=self._device)
+            known.copy_(value)
+            self._made[id(value)] = known
+        return known
 
 
 def _packed(name: str, value: Tensor | Weight) -> Tensor | Weight:

@@ -92,7 +92,7 @@ def sparse_mla(
             rows=gathered_mla.rows_of(kind, latent, parts[0].shape[-1] - latent),
             scale=scale,
         )
-    return to_torch(out[:rows]), to_torch(lse[:rows])
+    return to_torch(out, rows), to_torch(lse, rows)
 
 
 @sparse_mla.register_fake
@@ -135,7 +135,7 @@ def window_mla(
         window=window or None,
         target=TARGET,
     )
-    return to_torch(out[:rows]), to_torch(lse[:rows])
+    return to_torch(out, rows), to_torch(lse, rows)
 
 
 @window_mla.register_fake
@@ -284,7 +284,7 @@ def gather_kv(
             chosen,
             rows=gathered_mla.rows_of(kind, latent, rope),
         )
-    return to_torch(found[: len(flat)]).reshape(*slots.shape, latent + rope)
+    return to_torch(found, len(flat)).reshape(*slots.shape, latent + rope)
 
 
 @gather_kv.register_fake
@@ -322,7 +322,7 @@ def indexer_logits(
         scale=scale,
         target=TARGET,
     )
-    return to_torch(scores[:rows])
+    return to_torch(scores, rows)
 
 
 @indexer_logits.register_fake
@@ -341,7 +341,7 @@ def topk(scores: Tensor, visible: Tensor, k: int) -> tuple[Tensor, Tensor, Tenso
     found = bisected(
         to_jax(padded(scores, many)), to_jax(padded(visible, many)), k=k, target=TARGET
     )
-    positions, lens, has_nan = (to_torch(one[:rows]) for one in found)
+    positions, lens, has_nan = (to_torch(one, rows) for one in found)
     return positions, lens, has_nan
 
 

@@ -36,7 +36,7 @@ def fp8_matmul(
         quantize=quantize,
         target=TARGET,
     )
-    return to_torch(out[:rows])
+    return to_torch(out, rows)
 
 
 @fp8_matmul.register_fake
@@ -51,9 +51,8 @@ def wide_matmul(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
 
     rows = x.shape[0]
     given = to_jax(padded(x, bucket(rows, LEAST_ROWS)))
-    return to_torch(
-        kernels.wide_matmul(given, to_jax(weight), out_dtype=_jax_dtype(out_dtype))[:rows]
-    )
+    found = kernels.wide_matmul(given, to_jax(weight), out_dtype=_jax_dtype(out_dtype))
+    return to_torch(found, rows)
 
 
 @wide_matmul.register_fake
@@ -76,7 +75,7 @@ def router(
         renormalize=renormalize,
         routed_scale=routed_scale,
     )
-    return to_torch(weights[:rows]), to_torch(ids[:rows]).to(torch.int64)
+    return to_torch(weights, rows), to_torch(ids, rows).to(torch.int64)
 
 
 @router.register_fake
@@ -120,7 +119,7 @@ def fp4_experts(
         fp4=NVFP4 if format == "nvfp4" else MXFP4,
         target=TARGET,
     )
-    return to_torch(out[: x.shape[0]])
+    return to_torch(out, x.shape[0])
 
 
 @fp4_experts.register_fake
@@ -146,7 +145,7 @@ def wide_experts(
     rows, shares, chosen = _choices(x, weights, ids)
     first = jnp.int32(first_expert)
     out = moe.wide_moe(rows, to_jax(w13), to_jax(w2), shares, chosen, first, quantize=quantize)
-    return to_torch(out[: x.shape[0]])
+    return to_torch(out, x.shape[0])
 
 
 @wide_experts.register_fake

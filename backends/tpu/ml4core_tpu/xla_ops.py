@@ -8,7 +8,7 @@ Lazy tensors take no op that writes. So caches are made anew, and copied into th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,12 @@ from ml4core_tpu.lazy_call import LazyCall
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], Hashable], Any]
 """As ``LazyCall``: a program, its arguments, and a key of all that it is bound to."""
+
+
+@cache
+def registered() -> None:
+    """``register()``, once a process."""
+    register()
 
 
 def register(call: Call | None = None, target: Target = "host") -> None:
@@ -114,7 +120,7 @@ def _register_attention(call: Call, target: Target) -> None:
 
 def _register_writes(call: Call, target: Target) -> None:
     from ml4core_tpu.kernels.cache_write import write_index_keys, write_latents
-    from ml4core_tpu.kernels.row_write import write_rows
+    from ml4core_tpu.kernels.row_write import write_numbers
 
     @torch_ops.kv_written.register_kernel("xla")
     def _write(first, second, cache_scale, slots, latent, rope, kind):
@@ -123,12 +129,10 @@ def _register_writes(call: Call, target: Target) -> None:
         if kind != "tiles":
 
             def rows(cache, cache_scale, slots, latent, *tail):
-                return (write_rows(cache, cache_scale, slots, latent, *(tail or (None,))),)
+                return (write_numbers(cache, cache_scale, slots, latent, *(tail or (None,))),)
 
-            bits = torch_ops.bits_of(parts[0])
-            given = (bits, cache_scale, *_int32(slots), latent, *tail)
-            found = call(rows, given, "write_rows")
-            return found[0].view(first.dtype), second.clone()
+            given = (parts[0], cache_scale, *_int32(slots), latent, *tail)
+            return call(rows, given, "write_rows")[0], second.clone()
 
         def tiles(arrays, cache_scale, slots, latent, *tail):
             ropes = arrays[1] if len(arrays) > 1 else None
@@ -149,12 +153,10 @@ def _register_writes(call: Call, target: Target) -> None:
             return call(program, given, "write_index_keys").reshape(keys.shape)
 
         def rows(cache, cache_scale, slots, key):
-            return write_rows(cache, cache_scale, slots, key, None)
+            return write_numbers(cache, cache_scale, slots, key, None)
 
-        one = torch.ones(1, device=keys.device)
-        given = (torch_ops.bits_of(keys), one, *_int32(slots), key)
-        found = call(rows, given, "write_keys")
-        return found.view(keys.dtype)
+        given = (keys, torch.ones(1, device=keys.device), *_int32(slots), key)
+        return call(rows, given, "write_keys")
 
 
 def _register_products(call: Call, target: Target) -> None:

@@ -12,7 +12,7 @@ from ml4core.api import KVCache
 from ml4core.engine.llm import Engine
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core_conformance import tiny
-from ml4core_conformance.check import Check, CheckFailed
+from ml4core_conformance.check import Check, CheckFailed, is_slow
 from ml4core_conformance.distribution import chi_square
 from ml4core_conformance.rigs.engines import Log, Watched, checkpoint, engine
 from ml4core_conformance.rigs.rig import MIXED
@@ -25,6 +25,7 @@ from ml4core_conformance.rigs.served import (
     page_tokens,
     prompts,
     served,
+    smooth,
 )
 from ml4core_conformance.subject import Subject
 
@@ -139,7 +140,7 @@ def _answers(
 ) -> None:
     log = Log()
     with (
-        checkpoint(drafter, **SMOOTH, vocab=vocab) as folder,
+        checkpoint(drafter, **smooth(subject), vocab=vocab) as folder,
         engine(subject, folder, partial(Watched, log=log), **flags) as opened,
     ):
         size = opened.deployment.block_size
@@ -193,11 +194,13 @@ def preempted(subject: Subject) -> None:
             raise RuntimeError("no request was preempted; the pools of this check are too large")
         return found
 
-    # Room for each prompt's own pages, and for few of those that answers begin.
-    with checkpoint(**SMOOTH) as folder:
+    # Room for each prompt's own pages, and for few of those that answers begin; and a step for all
+    # prompts, so that they are answered at once.
+    with checkpoint(**smooth(subject)) as folder:
         room = 6 * page_bytes(subject, folder)
-        length = 2 * page_tokens(subject, folder)
-    _answers(subject, ask, kv_cache_memory_bytes=room, max_model_len=max(128, length))
+        size = page_tokens(subject, folder)
+    flags = {"max_model_len": max(128, 2 * size), "max_num_batched_tokens": 4 * size}
+    _answers(subject, ask, kv_cache_memory_bytes=room, **flags)
 
 
 def drafted(subject: Subject) -> None:
@@ -220,7 +223,7 @@ DRAWN = 3
 
 def drafted_law(method: str, subject: Subject) -> None:
     """The law of the first tokens of many requests, against that of the model in fp64."""
-    requests = 128 if subject.small else 512
+    requests = 128 if subject.small or is_slow(subject.device) else 512
     sizes = {**SMOOTH, "layers": 2, "heads": 2, "nope_every": None, "vocab": VOCAB}
     config = {"method": "dspark", "draft_sample_method": method}
     prompt, log = [2, 0, 1, 1], Log()
@@ -291,9 +294,3 @@ def engine_bytes(subject: Subject) -> None:
 
 def _held(cache: KVCache) -> int:
     return sum(part.untyped_storage().nbytes() for part in cache.parts)
-
-
-# How it stops
-
-
-# What it leaves

@@ -20,7 +20,7 @@ from ml4core.engine.outputs import SequenceOutput
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core_conformance.check import Check, CheckFailed, slowness
 from ml4core_conformance.rigs.engines import Log, Watched, checkpoint, engine
-from ml4core_conformance.rigs.served import GREEDY, NAN_TOKEN, SMOOTH, prompts
+from ml4core_conformance.rigs.served import GREEDY, NAN_TOKEN, prompts, smooth
 from ml4core_conformance.rigs.stalls import Gate, Gated
 from ml4core_conformance.subject import Subject
 
@@ -177,7 +177,7 @@ def _stops(subject: Subject, trouble: _Trouble) -> None:
     """
     told, limit = _Told(), LIMIT_S * slowness(subject.device)
     with (
-        checkpoint(**SMOOTH) as folder,
+        checkpoint(**smooth(subject)) as folder,
         ExitStack() as left,
         engine(subject, folder, trouble.wrap, [told], step_timeout_s=limit) as opened,
         ExitStack() as ends,

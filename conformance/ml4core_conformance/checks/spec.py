@@ -16,7 +16,7 @@ from ml4core.api import (
     Verified,
 )
 from ml4core_conformance import tiny
-from ml4core_conformance.check import Check
+from ml4core_conformance.check import Check, is_slow
 from ml4core_conformance.distribution import chi_square
 from ml4core_conformance.draw import Draw
 from ml4core_conformance.oracle.expected import Exact, Law
@@ -135,24 +135,25 @@ def greedy(depth: int, subject: Subject) -> None:
 
 def distribution(depth: int, kind: str, subject: Subject) -> None:
     for seed in subject.seeds:
-        draw = Draw(seed, f"law/{kind}/{depth}")
+        draw = Draw(seed, f"law/{kind}/{depth}", is_slow(subject.device))
+        requests = draw.rows(REQUESTS)
         for temperature in (1.0, 0.6):
             target = 1.5 * draw.normal(depth + 1, VOCAB)
             target[0, 1] = -torch.inf  # the drafts' law may reach where the target's doesn't
             drafted = target[:-1].clone() if kind == "equal" else 1.5 * draw.normal(depth, VOCAB)
             drafts = torch.stack(
-                [_drawn(draw, law(row, temperature)) for row in drafted], -1
+                [_drawn(draw, law(row, temperature), requests) for row in drafted], -1
             ) if depth else None  # fmt: skip
             given = None
             if kind in ("drafted", "equal"):
-                given = drafted.expand(REQUESTS, -1, -1).contiguous()
-            logits = target.expand(REQUESTS, -1, -1).contiguous()
+                given = drafted.expand(requests, -1, -1).contiguous()
+            logits = target.expand(requests, -1, -1).contiguous()
             sampling = Sampling(
-                torch.full((REQUESTS,), temperature),
-                torch.arange(REQUESTS) * 7919 + seed,
-                torch.full((REQUESTS,), 40),
+                torch.full((requests,), temperature),
+                torch.arange(requests) * 7919 + seed,
+                torch.full((requests,), 40),
             )
-            for label, call in _verifiers(subject, depth, REQUESTS):
+            for label, call in _verifiers(subject, depth, requests):
                 found = _call(subject, call, logits, sampling, drafts, given)
                 where = f"depth {depth}, {kind}, temperature {temperature}, by {label}"
                 _judge_law(subject, target, temperature, drafts, found, kind, where)
@@ -205,7 +206,7 @@ def _judge_counts(
     subject.measure(chi_square("accepted drafts", cells, odds.probabilities, odds.outcomes, where))
 
 
-def _drawn(draw: Draw, odds: Tensor) -> Tensor:
+def _drawn(draw: Draw, odds: Tensor, requests: int) -> Tensor:
     """Ids int64 [requests] of a law."""
-    points = draw.uniform(REQUESTS, dtype=torch.float64)
+    points = draw.uniform(requests, dtype=torch.float64)
     return torch.searchsorted(odds.cumsum(-1), points).clamp(max=len(odds) - 1)

@@ -183,10 +183,19 @@ def _checks(record: PluginRecord, deployment: Deployment | None) -> dict[str, An
     return {"checks": facts(own_checks(record))}
 
 
+def _rank(backend: Backend, deployment: Deployment | None) -> dict[str, Any]:
+    """One rank's logits."""
+    from ml4core_conformance.rigs.ranks import rank_process
+
+    assert deployment is not None
+    return rank_process(backend, deployment)
+
+
 QUESTIONS: Mapping[str, Callable[[Any, Deployment | None], dict[str, Any]]] = {
     "checks": _checks,
     "register": _register,
     "probe": _probe,
     "serve": _serve,
     "refuse": _refuse,
+    "rank": _rank,
 }

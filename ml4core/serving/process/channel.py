@@ -22,9 +22,13 @@ class Channel:
     What steps made is collected for as long as the socket takes nothing, and then goes as one
     message: a server that lags gets more tokens at once, and the engine never waits for it. What is
     held is bounded by the longest answers of the requests that are open.
+
+    Attributes:
+        alarm: a descriptor that ends a wait for messages, once it can be read from.
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        self.alarm: int | None = None
         sock.setblocking(False)
         self._socket = sock
         self._frames = Frames()
@@ -32,8 +36,8 @@ class Channel:
         self._sending = memoryview(b"")
 
     def receive(self, *, wait: bool) -> Iterator[Any]:
-        """Messages that have come; with ``wait`` at least once something has, while what is to be
-        sent goes on its way. Raises ``ChannelClosedError``.
+        """Messages that have come; with ``wait`` at least once something has, or the alarm rings,
+        while what is to be sent goes on its way. Raises ``ChannelClosedError``.
         """
         if wait:
             self._sleep()
@@ -86,7 +90,8 @@ class Channel:
     def _sleep(self) -> None:
         while True:
             writable = [self._socket] if self._sending or self._made else []
-            readable, ready, _ = select.select([self._socket], writable, [])
+            sources: list[Any] = [self._socket, *([] if self.alarm is None else [self.alarm])]
+            readable, ready, _ = select.select(sources, writable, [])
             if ready:
                 self.flush()
             if readable:

@@ -51,7 +51,8 @@ def _serve(channel: Channel) -> int:
     settle()
     try:
         channel.put(facts)
-        fault = EngineLoop(engine.core, channel).run()
+        channel.alarm = getattr(engine, "alarm", None)
+        fault = EngineLoop(engine.core, channel, getattr(engine, "look", None)).run()
         if fault is not None:
             engine.tell_fault()
         channel.drain(GRACE_SECONDS)

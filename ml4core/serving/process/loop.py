@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ml4core.api import Fault
@@ -19,7 +20,11 @@ STATS_SECONDS = 0.25
 class EngineLoop:
     """Runs a core for whoever is at the other end of a channel."""
 
-    def __init__(self, core: EngineCore, channel: Channel) -> None:
+    def __init__(
+        self, core: EngineCore, channel: Channel, look: Callable[[], Fault | None] | None = None
+    ) -> None:
+        """``look``: what may stop the core while nothing runs; asked when the alarm rings."""
+        self._look = look
         self._core = core
         self._channel = channel
         self._queued: dict[int, float] = {}  # request -> when it came, until it takes a row
@@ -35,6 +40,9 @@ class EngineLoop:
                     return None
                 self._obey(message)
             if not core.has_work:
+                if self._look is not None and (fault := self._look()) is not None:
+                    channel.put(Stopped(fault.code, str(fault.message)))
+                    return fault
                 continue
             began = time.monotonic()
             outputs = core.step()

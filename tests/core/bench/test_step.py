@@ -108,7 +108,7 @@ def test_figures_go_to_a_file_and_a_table_to_stdout(
         (["--input-len", "9000"], 1, "--input-len: 9000"),
         (["--max-num-seqs", "2", "--batch-size", "3"], 1, "--batch-size: 3 (works: at most 2"),
         (["--json", "/no/such/folder/x"], 2, "its folder does not exist"),
-        (["-tp", "2"], 3, "tensor parallelism has not landed"),
+        (["-pp", "2"], 3, "pipeline parallelism has not landed"),
         (["--backend", "none"], 3, "--backend none"),
     ],
 )

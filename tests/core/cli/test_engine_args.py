@@ -129,6 +129,10 @@ def test_all_faults_come_at_once() -> None:
             "0 to 2",
         ),
         ({"enable_ep_weight_filter": True}, "--enable-expert-parallel"),
+        (
+            {"distributed_executor_backend": "uni", "tensor_parallel_size": 8},
+            "works: mp, with --tensor-parallel-size 8",
+        ),
         ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
         ({"tensor_parallel_size": 8, "decode_context_parallel_size": 3}, "divide"),
         (
@@ -197,23 +201,24 @@ LANDED = {
     "scheduling_policy": "priority",
     "step_timeout_s": 60.0,
     "limit_mm_per_prompt": {"image": 1},
+    "tensor_parallel_size": 2,
+    "enable_expert_parallel": True,
+    "enable_ep_weight_filter": True,
 }
 NOT_LANDED = {
     "tokenizer_mode": "hf",
     "quantization": "fp8",
-    "tensor_parallel_size": 2,
     "pipeline_parallel_size": 2,
     "data_parallel_size": 2,
     "data_parallel_size_local": 1,
     "data_parallel_start_rank": 0,
     "data_parallel_address": "h",
     "data_parallel_rpc_port": 1,
-    "enable_expert_parallel": True,
     "prefill_context_parallel_size": 2,
     "nnodes": 1 << 1,
     "master_addr": "h",
     "master_port": 1,
-    "distributed_executor_backend": "mp",
+    "distributed_executor_backend": "ray",
     "kv_transfer_config": {"kv_role": "kv_both"},
     "attention_backend": "a",
     "compilation_config": {"mode": 3},
@@ -225,7 +230,6 @@ SERVER_ALONE = {
     "reasoning_parser": "mistral",
 }
 NEEDS_OTHERS = {
-    "enable_ep_weight_filter": {"enable_expert_parallel": True},
     "decode_context_parallel_size": {"tensor_parallel_size": 2},
     "dcp_comm_backend": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
     "dcp_q_replicate": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
@@ -234,7 +238,6 @@ NEEDS_OTHERS = {
     "headless": {"data_parallel_size": 2, "data_parallel_start_rank": 1},
 }
 VALUES = {
-    "enable_ep_weight_filter": True,
     "decode_context_parallel_size": 2,
     "dcp_comm_backend": "a2a",
     "dcp_q_replicate": True,
@@ -251,7 +254,8 @@ def test_each_flag_is_listed_as_landed_or_not() -> None:
 
 @pytest.mark.parametrize("name", LANDED)
 def test_landed_flags_are_served(name: str) -> None:
-    assert refused(**{name: LANDED[name]}) == []
+    more = {"enable_expert_parallel": True} if name == "enable_ep_weight_filter" else {}
+    assert refused(**{name: LANDED[name]}, **more) == []
 
 
 @pytest.mark.parametrize("name", NOT_LANDED)
@@ -275,7 +279,8 @@ def test_flags_of_a_server_are_refused_elsewhere(name: str) -> None:
 def test_flags_that_need_others_are_refused_beside_them(name: str) -> None:
     subjects = {s.split()[0] for s in refused(**NEEDS_OTHERS[name], **{name: VALUES[name]})}
     assert FLAGS[name].name in subjects
-    assert {FLAGS[other].name for other in NEEDS_OTHERS[name]} <= subjects
+    others = NEEDS_OTHERS[name].keys() - LANDED.keys()
+    assert {FLAGS[other].name for other in others} <= subjects
 
 
 @pytest.mark.parametrize(
@@ -287,6 +292,7 @@ def test_flags_that_need_others_are_refused_beside_them(name: str) -> None:
         {"speculative_config": {}, "kv_transfer_config": {}, "compilation_config": {}},
         {"scheduling_policy": "fcfs", "tokenizer_mode": "mistral"},
         {"distributed_executor_backend": "uni"},
+        {"distributed_executor_backend": "mp", "tensor_parallel_size": 2},
     ],
 )
 def test_values_that_ask_for_nothing_pass(values: dict[str, Any]) -> None:

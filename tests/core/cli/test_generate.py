@@ -336,9 +336,9 @@ def test_refused_flags_are_told_with_the_reasons_of_the_backend(
         raise Refused([*args.refusals(), Refusal("stub", "device", "is away")])
 
     monkeypatch.setattr("ml4core.engine.llm.open_engine", refuse)
-    done = ml4("generate", str(checkpoint), "-tp", "2")  # no prompt: none is looked for
+    done = ml4("generate", str(checkpoint), "-pp", "2")  # no prompt: none is looked for
     assert (done.code, done.out) == (3, "")
-    assert "[core] --tensor-parallel-size: " in done.err
+    assert "[core] --pipeline-parallel-size: " in done.err
     assert "[stub] device: is away" in done.err
     assert len(seen) == 1
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ml4core.engine.args import EngineArgs
+from ml4core.planning.launch import judge
 
 MODEL = "mistralai/Mistral-Large-4-1T-A52B"
 DRAFT = """--speculative-config '{"method": "dspark", "num_speculative_tokens": 3}'"""
@@ -51,45 +52,41 @@ SERVER_FLAGS = {
     "--enable-auto-tool-choice",
     "--reasoning-parser mistral",
 }
-EIGHT_FLAGS = SERVER_FLAGS | {"--tensor-parallel-size"}
-NODE_FLAGS = {"--nnodes", "--master-addr", "--distributed-executor-backend mp"}
+NODE_FLAGS = {"--nnodes", "--master-addr"}
 REPLICA_FLAGS = {
-    "--tensor-parallel-size",
     "--data-parallel-size",
     "--data-parallel-size-local",
     "--data-parallel-start-rank",
     "--data-parallel-address",
     "--data-parallel-rpc-port",
-    "--enable-expert-parallel",
-    "--enable-ep-weight-filter",
 }
 
 LAUNCHES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
-    "eight devices": (EIGHT, EIGHT_VALUES, EIGHT_FLAGS),
+    "eight devices": (EIGHT, EIGHT_VALUES, SERVER_FLAGS),
     "two nodes of four, node 0": (
         f"{EIGHT} {NODES} --node-rank 0",
         EIGHT_VALUES | NODE_VALUES,
-        EIGHT_FLAGS | NODE_FLAGS,
+        SERVER_FLAGS | NODE_FLAGS,
     ),
     "two nodes of four, node 1": (
         f"{EIGHT} {NODES} --node-rank 1 --headless",
         EIGHT_VALUES | NODE_VALUES | {"node_rank": 1, "headless": True},
-        EIGHT_FLAGS | NODE_FLAGS | {"--node-rank", "--headless"},
+        SERVER_FLAGS | NODE_FLAGS | {"--node-rank", "--headless"},
     ),
     "nvfp4": (
         f"{MODEL}-NVFP4 --tensor-parallel-size 8 {DRAFT}",
         {"tensor_parallel_size": 8, "speculative_config": DRAFT_CONFIG},
-        {"--tensor-parallel-size"},
+        set(),
     ),
     "long context": (
         f"{EIGHT} --decode-context-parallel-size 8",
         EIGHT_VALUES | {"decode_context_parallel_size": 8},
-        EIGHT_FLAGS | {"--decode-context-parallel-size"},
+        SERVER_FLAGS | {"--decode-context-parallel-size"},
     ),
     "images": (
         f"""{EIGHT} --limit-mm-per-prompt '{{"image": 4}}'""",
         EIGHT_VALUES | {"limit_mm_per_prompt": {"image": 4}},
-        EIGHT_FLAGS,
+        SERVER_FLAGS,
     ),
     "host offload": (
         f"{EIGHT} {HOST_POOL}",
@@ -101,7 +98,7 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
                 "kv_connector_extra_config": {"host_pool_gib": 440},
             }
         },
-        EIGHT_FLAGS | {"--kv-transfer-config"},
+        SERVER_FLAGS | {"--kv-transfer-config"},
     ),
     "four devices, specialised decode": (
         f"{MODEL} --tensor-parallel-size 4 {DRAFT} {TOOLS} {LATENCY}",
@@ -111,12 +108,12 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             "additional_config": {"decode_backend": "latency_specialized"},
             "max_num_seqs": 64,
         },
-        EIGHT_FLAGS,
+        SERVER_FLAGS,
     ),
     "bfloat16 cache": (
         f"{EIGHT} --kv-cache-dtype bfloat16",
         EIGHT_VALUES | {"kv_cache_dtype": "bfloat16"},
-        EIGHT_FLAGS,
+        SERVER_FLAGS,
     ),
     "replicas over hosts, host 0": (
         f"{REPLICAS} --data-parallel-start-rank 0",
@@ -133,10 +130,8 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 LACKING = {"four devices, specialised decode": {"feature:latency_decode"}}
 """What the backend can't do that is taken where no other is asked for."""
 WORDS = {
-    "--tensor-parallel-size": "parallel:tp",
     "--data-parallel-size": "parallel:dp",
     "--decode-context-parallel-size": "parallel:dcp",
-    "--enable-expert-parallel": "parallel:ep",
     "--nnodes": "parallel:multi_node",
     "--kv-transfer-config": "feature:host_offload",
 }
@@ -152,7 +147,7 @@ def test_parses_and_is_refused_by_name(parse: Callable[..., EngineArgs], launch:
     assert {refusal.subject for refusal in args.refusals()} == refused
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("launch", [name for name, one in LAUNCHES.items() if one[2]])
 def test_generate_refuses_with_all_reasons_before_it_looks_for_the_model(
     ml4: Any, launch: str
 ) -> None:
@@ -164,15 +159,30 @@ def test_generate_refuses_with_all_reasons_before_it_looks_for_the_model(
     assert done.err.count("  - [") == len(refused)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+def reasons(launch: str) -> set[str]:
+    """What a server refuses on the cpu backend."""
+    refused = LAUNCHES[launch][2] - SERVER_FLAGS | LACKING.get(launch, set())
+    return refused | {WORDS[flag] for flag in refused & WORDS.keys()}
+
+
+@pytest.mark.parametrize("launch", [name for name in LAUNCHES if reasons(name)])
 def test_the_server_refuses_what_has_not_landed_and_its_own_flags_never(
     ml4: Any, launch: str
 ) -> None:
-    line, _, refused = LAUNCHES[launch]
-    done = ml4("serve", *shlex.split(line), "--backend", "cpu", "--dry-run")
+    done = ml4("serve", *shlex.split(LAUNCHES[launch][0]), "--backend", "cpu", "--dry-run")
     assert (done.code, done.out) == (3, "")
-    reasons = refused - SERVER_FLAGS | LACKING.get(launch, set())
-    reasons |= {WORDS[flag] for flag in refused & WORDS.keys()}
-    for subject in reasons:
+    for subject in reasons(launch):
         assert f"  - [core] {subject}: " in done.err
-    assert done.err.count("  - [") == len(reasons)
+    assert done.err.count("  - [") == len(reasons(launch))
+
+
+@pytest.mark.parametrize("launch", [name for name in LAUNCHES if not reasons(name)])
+def test_what_has_landed_is_planned(launch: str) -> None:
+    _, values, _ = LAUNCHES[launch]
+    flags = {name: one for name, one in values.items() if name not in SERVER}
+    nvfp4 = "-NVFP4" if launch == "nvfp4" else ""
+    judged = judge(EngineArgs(f"{MODEL}{nvfp4}", backend="cpu", **flags), {})
+    assert judged.refusals == ()
+    assert judged.plan is not None
+    assert judged.deployment is not None
+    assert judged.deployment.tensor_parallel_size == 8

@@ -191,10 +191,10 @@ def test_prompts_that_do_not_fit_are_told_with_the_limit(ml4: Any, checkpoint: P
 
 def test_a_backend_that_is_not_there_is_refused_by_name(ml4: Any, checkpoint: Path) -> None:
     """B122: no other takes its place."""
-    done = ml4("generate", str(checkpoint), "--backend", "absent", "--prompt", "a", "-tp", "2")
+    done = ml4("generate", str(checkpoint), "--backend", "absent", "--prompt", "a", "-pp", "2")
     assert (done.code, done.out) == (3, "")
     assert "absent" in done.err
-    assert "--tensor-parallel-size" in done.err
+    assert "--pipeline-parallel-size" in done.err
 
 
 def test_an_interrupt_ends_with_130(checkpoint: Path) -> None:

@@ -207,7 +207,7 @@ def test_all_reasons_come_at_once_before_anything_is_allocated(folder, choice, m
     args = EngineArgs(
         str(folder),
         block_size=61,
-        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
         attention_config={"index_layout": "tiled16_f32"},
         kv_cache_dtype="fp8_ds_mla",
         quantization="fp8",
@@ -215,8 +215,8 @@ def test_all_reasons_come_at_once_before_anything_is_allocated(folder, choice, m
     with pytest.raises(Refused) as refused:
         open_engine(args, choice=choice)
     subjects = {r.subject for r in refused.value.refusals}
-    assert {"parallel:tp", "cache layout tiled16_f32"} <= subjects
-    assert any(s.startswith("--tensor-parallel-size") for s in subjects)
+    assert {"parallel:pp", "cache layout tiled16_f32"} <= subjects
+    assert any(s.startswith("--pipeline-parallel-size") for s in subjects)
     assert any(s.startswith("--quantization") for s in subjects)
     assert "multiple of 16, got 61" in str(refused.value)
 

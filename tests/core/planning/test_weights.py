@@ -25,7 +25,9 @@ def total(parts: dict[str, PartBytes]) -> float:
 
 @pytest.mark.parametrize(("variant", "published"), [("fp8", 128), ("nvfp4", 76)])
 def test_a_rank_of_eight_holds_what_was_published(variant: str, published: float) -> None:
-    assert total(by_part(variant, tp=8)) == pytest.approx(published, rel=0.04)
+    parts = by_part(variant, tp=8)
+    del parts["drafter"]
+    assert total(parts) == pytest.approx(published, rel=0.005)
 
 
 @pytest.mark.parametrize(("variant", "gigabytes"), [("fp8", 1061), ("mxfp4", 578)])

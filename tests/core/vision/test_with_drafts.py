@@ -133,3 +133,10 @@ def test_preempted_requests_have_their_images_again(
     engine.core.overlap = overlap
     assert answers(engine) == alone
     assert engine.core.stats().preemptions > 0
+
+
+@pytest.mark.multiprocess
+def test_ranks_share_a_model_with_images_and_drafts(start: Start, alone: list[list[int]]) -> None:
+    engine = start(drafts=True, tensor_parallel_size=2)
+    assert answers(engine) == alone
+    engine.close()

@@ -15,7 +15,7 @@ from ml4core.registry import select
 
 PROMPTS = [list(range(300, 340)), list(range(7, 16)), [11] * 23]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-ROWS = 32
+ROWS = 64
 """Of the one bucket: prompts come in chunks of as many."""
 
 
@@ -66,7 +66,7 @@ def test_greedy_tokens_are_the_cpus_and_nothing_is_compiled_late(
         warnings.simplefilter("error")
         assert answers(warm, PROMPTS) == wanted
         told = dict(warm.report()["switches"])
-        assert "programs of layers for steps of 32 rows" in capsys.readouterr().err
+        assert "programs of layers for steps of 64 rows" in capsys.readouterr().err
         assert answers(warm, PROMPTS[1:]) == wanted[1:]
     assert warm.report()["switches"] == told
     assert told["token_buckets"] == str(ROWS)

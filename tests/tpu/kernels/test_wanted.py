@@ -50,11 +50,27 @@ def test_whatever_the_first_step_is(subject: Subject, rows: int) -> None:
         residual = torch.zeros(rows, layer.hidden_size)
         return residual, residual, None, given["attention_norm"]
 
+    def asked(size: int, bucket: int) -> Any:
+        pages = layers._pages(layer, plan(size), kv, None)
+        arguments = layers._arguments(layer, given, plan(size), kv, *state(size), bucket, pages)
+        return layers._wanted(layer, kv, arguments)[0]
+
     wanted = [key for key, _, _ in layers.wanted(layer, given, plan(rows), kv, *state(1))]
-    asked = [
-        layers._wanted(
-            layer, kv, layers._arguments(layer, given, plan(size), kv, *state(size), bucket)
-        )[0]
-        for size, bucket in ((3, 32), (33, 64), (99, 100))
-    ]
-    assert wanted == asked
+    assert wanted == [asked(3, 32), asked(33, 64), asked(99, 100)]
+
+
+def test_pools_of_other_sizes_share_programs(subject: Subject) -> None:
+    """A program gets the pages that a step sees, in a pool whose size follows from requests."""
+    layer, given = tiny.model().layers[1], tiny.weights(tiny.model(), 0).layers[1]
+    session, _ = subject.session_for(frozenset())
+    layers = LayerPrograms(Programs(), BUCKETS)
+    state = torch.zeros(3, layer.hidden_size)
+    keys = []
+    for blocks in (3, 17, 90):
+        kv = LayerKV(
+            session.alloc_kv(tiles_layout(), blocks, PAGE),
+            session.alloc_kv(lane33_layout(), blocks, PAGE),
+        )
+        rest = (state, state, None, given["attention_norm"])
+        keys.append([key for key, _, _ in layers.wanted(layer, given, plan(3), kv, *rest)])
+    assert keys[0] == keys[1] == keys[2]

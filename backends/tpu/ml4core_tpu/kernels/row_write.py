@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -36,3 +40,13 @@ def write_rows(
     valid = (slots >= 0) & (slots < pages * page)
     where = jnp.where(valid, slots // page, pages)  # beyond the last: dropped
     return cache.at[where, slots % page].set(stored, mode="drop")
+
+
+_BITS: Mapping[str, Any] = MappingProxyType({"bfloat16": jnp.int16, "float32": jnp.int32})
+
+
+def write_numbers(cache: jax.Array, *given: Any) -> jax.Array:
+    """``write_rows`` for a cache that a runtime holds as the numbers that it stores."""
+    kind = _BITS.get(cache.dtype.name, cache.dtype)
+    found = write_rows(lax.bitcast_convert_type(cache, kind), *given)
+    return lax.bitcast_convert_type(found, cache.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ml4core.api import KVCache, LayerKV, Selection, StepPlan, Weight
 from ml4core_tpu.bridge import padded, to_jax, to_torch
+from ml4core_tpu.gathered_pages import GatheredPages
 from ml4core_tpu.kernels.layer.form import Caches, Chosen, Matrix, Step, Stored
 from ml4core_tpu.kernels.positions import turns
 from ml4core_tpu.kernels.rows import Rows
@@ -46,27 +47,34 @@ def rows_of(cache: KVCache) -> Rows:
     return Rows(kind, counts["latent"], counts.get("rope", 0))
 
 
-def caches_of(kv: LayerKV, own_keys: bool) -> Caches:
-    """A layer's caches; ``own_keys``: whether it reads index keys."""
+class Pages(NamedTuple):
+    """What a layer's step takes of its pools. No keys: the layer has no indexer."""
+
+    latents: GatheredPages
+    keys: GatheredPages | None
+
+
+def caches_of(kv: LayerKV, pages: Pages) -> Caches:
+    """A layer's caches, of these pages alone."""
     kind = LATENT_KINDS[kv.latent.layout.id]
-    parts = latent_arrays(tuple(map(bits_of, kv.latent.parts)), kind)
+    held = pages.latents.parts([bits_of(part) for part in kv.latent.parts])
+    latents = tuple(to_jax(part) for part in latent_arrays(held, kind))
     keys = None
-    if own_keys and kv.index_keys is not None:
-        keys = bits_of(kv.index_keys.parts[0])
-        if INDEX_KINDS[kv.index_keys.layout.id] == "lane33":
-            keys = keys.unflatten(1, (33, 4))
-    given = None if keys is None else to_jax(keys)
-    return Caches(tuple(map(to_jax, parts)), to_jax(scale_of(kv.latent)), given)
+    if pages.keys is not None and kv.index_keys is not None:
+        (found,) = pages.keys.parts([bits_of(kv.index_keys.parts[0])])
+        tiled = INDEX_KINDS[kv.index_keys.layout.id] == "lane33"
+        keys = to_jax(found.unflatten(1, (33, 4)) if tiled else found)
+    return Caches(latents, to_jax(scale_of(kv.latent)), keys)
 
 
-def step_of(plan: StepPlan, rows: int, requests: int, pages: int) -> Step:
-    """The plan padded to this many rows, requests and pages. Padding has no rows."""
+def step_of(plan: StepPlan, rows: int, requests: int, columns: int, pages: Pages) -> Step:
+    """The plan padded to this many rows, requests and columns of tables. Padding has no rows."""
 
-    def table(name: str) -> jax.Array:
-        found = plan.block_tables[name]
-        out = found.new_zeros(requests, pages)
+    def table(name: str, gathered: GatheredPages) -> jax.Array:
+        found = gathered.table(plan, name)
+        out = found.new_zeros(requests, columns)
         # A page beyond what a request can have is never looked at.
-        out[: found.shape[0], : found.shape[1]] = found[:, :pages]
+        out[: found.shape[0], : found.shape[1]] = found[:, :columns]
         return to_jax(out)
 
     def row(values: Tensor, fill: int) -> jax.Array:
@@ -74,45 +82,50 @@ def step_of(plan: StepPlan, rows: int, requests: int, pages: int) -> Step:
 
     start = plan.query_start
     short = requests + 1 - start.shape[0]
-    latent, index = plan.slots["latent"], plan.slots.get("index")
-    latent_table = table("latent")
+    latent = pages.latents.slots(plan.slots["latent"])
+    latent_table = table("latent", pages.latents)
+    index, index_table = latent, latent_table
+    if pages.keys is not None:
+        index, index_table = pages.keys.slots(plan.slots["index"]), table("index", pages.keys)
     return Step(
         row(plan.positions, 0),
         row(plan.row_request, 0),
         to_jax(torch.cat((start, start[-1:].expand(short)))),
         row(plan.visible, 0),
         latent_table,
-        table("index") if "index" in plan.block_tables else latent_table,
+        index_table,
         row(latent, -1),
-        row(latent if index is None else index, -1),
+        row(index, -1),
     )
 
 
-def chosen_of(selection: Selection, rows: int) -> Chosen:
+def chosen_of(selection: Selection, rows: int, pages: GatheredPages) -> Chosen:
     """A selection padded to this many rows, which have chosen nothing."""
     return Chosen(
         to_jax(padded(selection.positions, rows, -1)),
         to_jax(padded(selection.lens, rows)),
-        to_jax(padded(selection.slots, rows, -1)),
+        to_jax(padded(pages.slots(selection.slots), rows, -1)),
         to_jax(padded(selection.has_nan, rows)),
     )
 
 
-def selection_of(chosen: Chosen, rows: int) -> Selection:
-    return Selection(*(to_torch(part[:rows]) for part in chosen))
+def selection_of(chosen: Chosen, rows: int, pages: GatheredPages) -> Selection:
+    positions, lens, slots, has_nan = (to_torch(part, rows) for part in chosen)
+    return Selection(positions, lens, pages.back(slots), has_nan)
 
 
-def store(stored: Stored, plan: StepPlan, kv: LayerKV) -> None:
+def store(stored: Stored, plan: StepPlan, kv: LayerKV, pages: Pages) -> None:
     """Copies the pages that the plan's rows lie in from a program's arrays to the caches."""
     if stored.latents:
-        _pages(kv.latent, stored.latents, plan.slots["latent"])
-    if stored.keys is not None and kv.index_keys is not None:
-        _pages(kv.index_keys, (stored.keys,), plan.slots["index"])
+        _pages(kv.latent, stored.latents, pages.latents, plan.slots["latent"])
+    if stored.keys is not None and kv.index_keys is not None and pages.keys is not None:
+        _pages(kv.index_keys, (stored.keys,), pages.keys, plan.slots["index"])
 
 
-def _pages(cache: KVCache, arrays: tuple[jax.Array, ...], slots: Tensor) -> None:
-    valid = (slots >= 0) & (slots < cache.blocks * cache.block_size)
-    touched = torch.unique(slots[valid] // cache.block_size)
+def _pages(
+    cache: KVCache, arrays: tuple[jax.Array, ...], pages: GatheredPages, slots: Tensor
+) -> None:
     for part, array in zip(cache.parts, arrays, strict=True):
         held = bits_of(part)
-        held[touched] = torch.from_dlpack(array).reshape(held.shape)[touched]
+        found = torch.from_dlpack(array).reshape(pages.size, *held.shape[1:])
+        pages.written(held, found, slots)

@@ -12,7 +12,9 @@ from torch import Tensor
 from ml4core.api import KVCache, LayerKV, LayerSpec, Selection, StepPlan
 from ml4core_tpu.bridge import padded, to_jax, to_torch
 from ml4core_tpu.buckets import Buckets
+from ml4core_tpu.gathered_pages import GatheredPages, seen_pages
 from ml4core_tpu.kernels.layer.arrays import (
+    Pages,
     caches_of,
     chosen_of,
     rows_of,
@@ -59,16 +61,17 @@ class LayerPrograms:
     ) -> Result:
         """The stage's signature, bound to a layer. Writes into ``kv``."""
         rows, bucket = residual.shape[0], self._buckets.rows(residual.shape[0])
+        pages = self._pages(layer, plan, kv, selection)
         arguments = self._arguments(
-            layer, weights, plan, kv, residual, hidden, selection, next_norm, bucket
+            layer, weights, plan, kv, residual, hidden, selection, next_norm, bucket, pages
         )
         found = self._programs.get(*self._wanted(layer, kv, arguments))(*arguments)
         residual_out, normed, chosen, stored = jax.block_until_ready(found)
-        store(stored, plan, kv)
+        store(stored, plan, kv, pages)
         return (
-            to_torch(residual_out[:rows]),
-            None if normed is None else to_torch(normed[:rows]),
-            selection if chosen is None else selection_of(chosen, rows),
+            to_torch(residual_out, rows),
+            None if normed is None else to_torch(normed, rows),
+            selection if chosen is None else selection_of(chosen, rows, pages.latents),
         )
 
     def wanted(
@@ -86,8 +89,9 @@ class LayerPrograms:
         Their values, and how many rows there are, don't matter.
         """
         held = self._buckets.rows(plan.shape.rows)
+        pages = self._pages(layer, plan, kv, selection)
         given = self._arguments(
-            layer, weights, plan, kv, residual, hidden, selection, next_norm, held
+            layer, weights, plan, kv, residual, hidden, selection, next_norm, held, pages
         )
         return [self._wanted(layer, kv, _of_rows(given, bucket)) for bucket in self._buckets.tokens]
 
@@ -102,20 +106,38 @@ class LayerPrograms:
         selection: Selection | None,
         next_norm: Tensor | None,
         bucket: int,
+        pages: Pages,
     ) -> tuple[Any, ...]:
         shares = layer.topk_source is not None and not layer.owns_index
         if shares and selection is None:
             raise ValueError(f"layer {layer.index} shares a selection, and was given none")
-        pages = min(self._buckets.pages, kv.latent.blocks)
         requests = self._buckets.tables(plan.shape.requests)
+        columns = self._buckets.columns(kv.latent.blocks)
+        columns = max(columns, plan.block_tables["latent"].shape[1])
         return (
             self._arrays(weights),
-            step_of(plan, bucket, requests, max(pages, plan.block_tables["latent"].shape[1])),
-            caches_of(kv, layer.indexer is not None),
+            step_of(plan, bucket, requests, columns, pages),
+            caches_of(kv, pages),
             to_jax(padded(residual, bucket)),
             None if hidden is None else to_jax(padded(hidden, bucket)),
-            chosen_of(selection, bucket) if shares and selection is not None else None,
+            chosen_of(selection, bucket, pages.latents) if shares and selection else None,
             None if next_norm is None else to_jax(next_norm),
+        )
+
+    def _pages(
+        self, layer: LayerSpec, plan: StepPlan, kv: LayerKV, selection: Selection | None
+    ) -> Pages:
+        """What of the pools a step takes: pools of one size, whatever that of the caches is."""
+
+        def gathered(group: str, cache: KVCache, more: Sequence[Tensor] = ()) -> GatheredPages:
+            blocks, page = cache.blocks, cache.block_size
+            size = self._buckets.pool(plan.shape.requests, blocks)
+            return GatheredPages.of(seen_pages(plan, group, page, blocks, more), size, blocks, page)
+
+        chosen = () if selection is None or layer.owns_index else (selection.slots,)
+        keys = kv.index_keys if layer.indexer is not None else None
+        return Pages(
+            gathered("latent", kv.latent, chosen), None if keys is None else gathered("index", keys)
         )
 
     def _arrays(self, weights: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""Running counts while checks are made: a bar on a terminal, a line for each failure elsewhere."""
+"""Running counts while checks are made: a bar on a terminal; elsewhere a line for each failure, and
+one a minute.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +23,10 @@ _COLOURS = {
 }
 
 
+EACH_S = 60.0
+"""Seconds between lines of counts."""
+
+
 class Progress:
     """Draws on stderr; ``take`` is a runner's observer."""
 
@@ -29,6 +36,7 @@ class Progress:
         self._found: dict[str, Status] = {}
         self._bar: Any = None
         self._task: Any = None
+        self._told = time.monotonic()
 
     def __enter__(self) -> Progress:
         if sys.stderr.isatty():
@@ -61,16 +69,21 @@ class Progress:
         self._found[result.id] = result.status
         if self._bar is not None:
             self._bar.update(self._task, completed=len(self._found), counts=self.counts())
-        elif result.status in (Status.FAIL, Status.ERROR):
+            return
+        if result.status in (Status.FAIL, Status.ERROR):
             first = result.reason.partition("\n")[0]
             output.note(f"{result.status} {result.id}: {first}")
+        if (now := time.monotonic()) >= self._told + EACH_S:
+            self._told = now
+            counts = ", ".join(f"{count} {status}" for status, count in self._seen())
+            output.note(f"{len(self._found)} of {self._total}: {counts}")
 
     def counts(self) -> str:
         """Each status that was seen and how often, coloured."""
+        return " ".join(
+            f"[{_COLOURS[status]}]{count} {status}[/]" for status, count in self._seen()
+        )
+
+    def _seen(self) -> list[tuple[Status, int]]:
         statuses = list(self._found.values())
-        parts = [
-            f"[{_COLOURS[status]}]{statuses.count(status)} {status}[/]"
-            for status in Status
-            if status in statuses
-        ]
-        return " ".join(parts)
+        return [(status, statuses.count(status)) for status in Status if status in statuses]

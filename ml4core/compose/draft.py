@@ -27,6 +27,7 @@ from ml4core.api import (
 from ml4core.compose.attention import Children, attn_inputs, attn_output
 from ml4core.compose.context import StageContext
 from ml4core.compose.ffn import ffn
+from ml4core.compose.single_rank import SingleRank
 from ml4core.compose.vocabulary import embeddings, vocabulary_logits
 
 _NO_ROWS = Segment(0, 0, 0)
@@ -62,8 +63,8 @@ class _Layer(NamedTuple):
 
 
 class BlockDrafter(Drafter):
-    """A ``Drafter`` of bound ops. Ranks share its layers out as they do the target's, whose shares
-    of the embedding and the output it has too; each runs all else.
+    """A ``Drafter`` of bound ops. Each rank runs all of it, but for the embedding and the output,
+    of which it has the target's shares.
     """
 
     def __init__(self, ctx: StageContext) -> None:
@@ -77,7 +78,8 @@ class BlockDrafter(Drafter):
         self._ranks = ctx.collectives
         self._dtype = ctx.dtype
         self._layers = tuple(
-            _Layer.compose(replace(ctx, layer=layer)) for layer in self._spec.layers
+            _Layer.compose(replace(ctx, layer=layer, collectives=SingleRank()))
+            for layer in self._spec.layers
         )
 
     @property

@@ -17,7 +17,7 @@ from ml4core.engine.image_limits import image_limit
 from ml4core.engine.speculative_config import FLAG
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.dspark import with_drafter
-from ml4core.models.dspark_weights import check_draft_cut, load_draft, validate_draft
+from ml4core.models.dspark_weights import load_draft, validate_draft
 from ml4core.models.errors import CheckpointError
 from ml4core.models.hub import resolve_model
 from ml4core.models.pixtral import vision_spec
@@ -82,10 +82,6 @@ class ModelFiles:
         requant = switches.requant(deployment.additional_config) is not None
         shard = shard_of(deployment, 0)
         check_shard(f"{self.checkpoint.path}", self.spec, self.tensors, shard, requant)
-        if self.drafter is not None and self.spec.draft is not None:
-            check_draft_cut(self.checkpoint, self.spec.draft, self.drafter, shard)
-        if self.drafter is not None and self.spec.draft is not None:
-            check_draft_cut(self.checkpoint, self.spec.draft, self.drafter, shard)
 
     def load(
         self,
@@ -112,13 +108,7 @@ class ModelFiles:
         )
         if self.drafter is not None and self.spec.draft is not None:
             runner.load_draft(
-                load_draft(
-                    self.checkpoint,
-                    self.spec.draft,
-                    dtype,
-                    report=self.drafter,
-                    shard=runner.shard,
-                )
+                load_draft(self.checkpoint, self.spec.draft, dtype, report=self.drafter)
             )
         if images and self.vision is not None and self.spec.vision is not None:
             runner.load_vision(

@@ -63,6 +63,7 @@ class Parts:
         from ml4core.engine.ranks import group
         from ml4core.engine.ranks.runner import FirstRunner
 
+        check_fingerprints(deployment, self.ranks.ask("prepare"))
         self.ranks.join()
 
         def own() -> ModelRunner:
@@ -70,8 +71,7 @@ class Parts:
             self._session = registry.open_session(choice.plugin, deployment)
             return FirstRunner(self._session, name, deployment, capabilities, self.ranks)
 
-        runner, theirs = self.ranks.alongside("open", own)
-        check_fingerprints(deployment, theirs)
+        runner, _ = self.ranks.alongside("open", own)
         group.wait_for_ever()
         return runner
 

@@ -14,8 +14,6 @@ from ml4core.models.dspark_names import PREFIX, draft_name
 from ml4core.models.errors import CheckpointError
 from ml4core.models.matrix_formats import PLAIN_DTYPES
 from ml4core.models.safetensors_file import TensorInfo
-from ml4core.models.shard_check import check_shard
-from ml4core.models.shards import WHOLE, Shard, draft_layers
 from ml4core.models.tensor_names import TensorName, canonical
 from ml4core.models.tensor_table import Expected, Kind, expected_tensors
 from ml4core.models.tensors import TensorReport, compare
@@ -104,42 +102,27 @@ def load_draft(
     *,
     progress: Progress | None = None,
     report: TensorReport | None = None,
-    shard: Shard | None = None,
 ) -> Iterator[tuple[LayerSpec | None, Weights]]:
     """The weights of `DRAFT_WEIGHTS` with layer None, then `LAYER_WEIGHTS` of each draft layer.
 
     `embedding` and `output` are not among them: they are the target's, loaded already. All tensors
     are compared with `draft` first, at the call; `report` is what `validate_draft` gave, if that is
     known already. Matrices keep the checkpoint's format; FP8 that can't stay FP8 is decoded to
-    `dtype`, float32 or bfloat16. `progress(done, total)` counts bytes. With `shard`, `draft` is
-    still the whole one; layers that are given are those of `draft_layers`, and of each only what
-    this rank has is read. Raises CheckpointError, for what can't be cut as `check_draft_cut` does.
+    `dtype`, float32 or bfloat16. `progress(done, total)` counts bytes. Raises CheckpointError.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"dtype {dtype}; weights are decoded to torch.float32 or torch.bfloat16")
     report = validate_draft(checkpoint, draft) if report is None else report
-    shard = shard or WHOLE
-    check_draft_cut(checkpoint, draft, report, shard)
     learned = _frequencies(checkpoint, draft, report)
     reader = WeightReader(checkpoint, report, dtype, progress)
-    return _load(draft, Loader(_as_decoder(draft), reader, PREFIX, learned, shard))
-
-
-def check_draft_cut(
-    checkpoint: Checkpoint, draft: DraftSpec, report: TensorReport, shard: Shard
-) -> None:
-    """Raises one CheckpointError that names each tensor of the drafter that can't be cut."""
-    if all(layer.moe is None for layer in draft.layers):
-        shard = replace(shard, ep_rank=0, ep_size=1)
-    where = f"{checkpoint.path}: drafter"
-    check_shard(where, _as_decoder(draft), report, shard, prefix=PREFIX)
+    return _load(draft, Loader(_as_decoder(draft), reader, PREFIX, learned))
 
 
 def _load(draft: DraftSpec, loader: Loader) -> Iterator[tuple[LayerSpec | None, Weights]]:
     # No local name for what is yielded: it would keep one layer alive while the next is read.
     yield None, _top(draft, loader.reader)
-    for layer, here in zip(draft.layers, draft_layers(draft, loader.shard), strict=True):
-        yield here, loader.layer(layer)
+    for layer in draft.layers:
+        yield layer, loader.layer(layer)
 
 
 def _top(draft: DraftSpec, read: WeightReader) -> Weights:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ml4core.api import ModelSpec
 from ml4core.models.errors import CheckpointError
-from ml4core.models.matrix_formats import BLOCKS, Matrix
+from ml4core.models.matrix_formats import BLOCKS
 from ml4core.models.requant import SOURCES, TARGET
 from ml4core.models.shards import CUTS, EXPERT_ROLES, HEAD_ROLES, Shard
 from ml4core.models.tensor_table import Expected, expected_tensors
@@ -44,24 +44,17 @@ class _Constraint:
 
 
 def check_shard(
-    where: str,
-    spec: ModelSpec,
-    report: TensorReport,
-    shard: Shard,
-    requant: bool = False,
-    prefix: str = "",
+    where: str, spec: ModelSpec, report: TensorReport, shard: Shard, requant: bool = False
 ) -> None:
     """Raises one CheckpointError that names each tensor that can't be cut, its size on a rank, the
     block, the TP sizes that would do, and those that would do for all. `requant`: experts in FP8
-    become MXFP4, whose groups are what counts then. `prefix`: how names in the report begin, which
-    `spec` has without.
+    become MXFP4, whose groups are what counts then.
     """
     found: dict[tuple[str, _Constraint], list[str]] = {}
     for entry in expected_tensors(spec).values():
         if entry.used and shard.cuts(entry.role):
-            name = prefix + entry.name
-            constraint = _constraint(spec, entry, report.matrices.get(_stem(name)), requant)
-            found.setdefault((entry.role, constraint), []).append(name)
+            constraint = _constraint(spec, entry, report, requant)
+            found.setdefault((entry.role, constraint), []).append(entry.name)
     problems = list(_expert_problems(spec, shard))
     for (_, constraint), names in found.items():
         if not constraint.allows(shard.tp_size):
@@ -90,17 +83,14 @@ def _expert_problems(spec: ModelSpec, shard: Shard) -> Iterator[str]:
         )
 
 
-def _stem(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _constraint(
-    spec: ModelSpec, entry: Expected, matrix: Matrix | None, requant: bool
+    spec: ModelSpec, entry: Expected, report: TensorReport, requant: bool
 ) -> _Constraint:
     axis = CUTS[entry.role]
     total = entry.shapes[0][axis == "columns"]
     assert entry.layer is not None  # nothing outside of layers is cut evenly
     head = total // spec.layers[entry.layer].heads if entry.role in HEAD_ROLES else 1
+    matrix = report.matrices.get(entry.name.rpartition(".")[0])
     block, format = 1, ""
     # W_UK and W_UV are decoded, so their cut may be anywhere.
     if matrix is not None and entry.role != "w_uk, w_uv":

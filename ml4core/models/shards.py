@@ -5,8 +5,7 @@ the expert-parallel ranks, by ranges that may differ by one. What reads everythi
 
 rows            wq, wq_b, wkv_b (W_UK, W_UV) by heads; w1, w3 by width; embedding, output by tokens
 columns         wo by heads; w2 by width
-every rank      wq_a, wkv_a, norms, router, indexer, frequencies, and activation scales of experts;
-                of the drafter all but its layers
+every rank      wq_a, wkv_a, norms, router, indexer, frequencies, and activation scales of experts
 
 With expert parallelism routed experts are whole; shared experts and dense layers are still cut.
 """
@@ -21,7 +20,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from ml4core.api import DraftSpec, LayerSpec, ModelSpec, Weight
+from ml4core.api import LayerSpec, ModelSpec, Weight
 from ml4core.formats.blocks import block_count
 from ml4core.models.matrix_formats import BLOCKS
 
@@ -149,28 +148,20 @@ def padded_rows(weight: Weight, rows: int) -> Weight:
 
 def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     """The table as this rank sees it: `heads`, `dense_width`, `expert_width`, `shared_width` and
-    `first_expert` are local, the drafter's too. `moe.experts` stays the number that the router
-    knows, `vocab_size` the whole vocabulary; the vision encoder is not cut.
+    `first_expert` are local. `moe.experts` stays the number that the router knows, `vocab_size` the
+    whole vocabulary; the drafter and the vision encoder are not cut.
 
     Raises ValueError for a number that can't be cut.
     """
     if shard == WHOLE:
         return spec
-    draft = spec.draft
-    if draft is not None:
-        draft = replace(draft, layers=draft_layers(draft, shard))
-    return replace(spec, layers=tuple(_layer(one, shard) for one in spec.layers), draft=draft)
+    return replace(spec, layers=tuple(_layer(layer, shard) for layer in spec.layers))
 
 
-def draft_layers(draft: DraftSpec, shard: Shard) -> tuple[LayerSpec, ...]:
-    """The drafter's layers as this rank sees them. Raises ValueError as `shard_spec`."""
-    return tuple(_layer(one, shard, "draft layer") for one in draft.layers)
-
-
-def _layer(layer: LayerSpec, shard: Shard, what: str = "layer") -> LayerSpec:
+def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
     def part(total: int, name: str) -> int:
         if total % shard.tp_size:
-            raise ValueError(f"{what} {layer.index}: {name} {total} over {shard.tp_size} ranks")
+            raise ValueError(f"layer {layer.index}: {name} {total} over {shard.tp_size} ranks")
         return total // shard.tp_size
 
     width, moe = layer.dense_width, layer.moe

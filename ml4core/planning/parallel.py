@@ -75,7 +75,7 @@ def _reasons(ranks: Ranks, spec: ModelSpec, table: WeightTable, held: Held) -> I
 
 
 def _undivided(ranks: Ranks, spec: ModelSpec) -> Iterator[str]:
-    layers = (*spec.layers, *(spec.draft.layers if spec.draft is not None else ()))
+    layers = spec.layers  # the drafter's are not cut
     for heads in sorted({layer.heads for layer in layers}):
         if heads % ranks.tp:
             yield f"does not divide the {heads} attention heads"

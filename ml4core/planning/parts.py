@@ -60,7 +60,7 @@ CUT_WORDS: Mapping[str, str] = MappingProxyType(
         "shared experts": "by width over TP",
         "dense": "by width over TP",
         "norms": "on every rank",
-        "drafter": "heads and width over TP; the rest on every rank",
+        "drafter": "on every rank",
         "vision": "on every rank",
     }
 )
@@ -83,6 +83,7 @@ def part_of_role(role: str) -> str:
 def cut_of(part: str, role: str) -> Cut:
     """How tensor and expert parallel ranks share a weight out.
 
-    The indexer is whole everywhere: its scores are a sum over all its heads.
+    The indexer is whole everywhere: its scores are a sum over all its heads. So is the drafter,
+    whose heads and blocks of scales need not divide.
     """
-    return "whole" if part == "vision" else _CUTS.get(role, "whole")
+    return "whole" if part in ("drafter", "vision") else _CUTS.get(role, "whole")

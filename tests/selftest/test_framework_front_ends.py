@@ -15,8 +15,9 @@ import pytest
 
 from ml4core.api import Refused
 from ml4core.cli import main
+from ml4core_conformance import progress
 from ml4core_conformance.check import Status
-from ml4core_conformance.results import load
+from ml4core_conformance.results import CheckResult, load
 from ml4core_conformance.verify import verify
 
 FEW = "to_slots and (exact or signature)"
@@ -195,3 +196,16 @@ def test_pytest_without_a_backend(tmp_path: Path) -> None:
     code, out = pytest_process(tmp_path)
     assert code != 0
     assert "no backend to judge; works: --ml4-backend NAME" in out
+
+
+def test_long_runs_tell_of_themselves_each_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.Progress("toy", 4) as told:
+        for after, status in ((59, "PASS"), (1, "FAIL"), (59, "PASS")):
+            now += after
+            told.take(CheckResult(f"x{now}", "x", "ops", Status(status), reason="wrong"))
+        assert told.counts() == "[green]2 PASS[/] [red]1 FAIL[/]"
+    assert capsys.readouterr().err.splitlines() == ["FAIL x160.0: wrong", "2 of 4: 1 PASS, 1 FAIL"]

@@ -66,7 +66,7 @@ FOUR = """
     register("x-ml4-hooked.sums", fails, "Sums are right.", variant="b", bugs=["B001"])
     register("x-ml4-hooked.raises", raises, "It raises nothing.")
     register("x-ml4-hooked.dies", dies, "It lives.", isolated=True, timeout_s=30)
-    register("x-ml4-hooked.tp", passes, "With ranks.", requires=["parallel:tp"])
+    register("x-ml4-hooked.pp", passes, "With ranks.", requires=["parallel:pp"])
 """
 HARNESS = """
 @hookimpl(optionalhook=True)
@@ -120,7 +120,7 @@ def test_a_plugins_checks_are_run_with_the_suites(install: Install, jobs: int) -
         "x-ml4-hooked.sums[b]": Status.FAIL,
         "x-ml4-hooked.raises": Status.ERROR,
         "x-ml4-hooked.dies": alone,
-        "x-ml4-hooked.tp": Status.UNSUPPORTED,
+        "x-ml4-hooked.pp": Status.UNSUPPORTED,
     }
     told = {result.id: result for result in results}
     assert told["x-ml4-hooked.sums[b]"].reason == "sums are off by one"

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from ml4core.api import Deployment, Device, KVCache, ModelSpec, Refused
-from ml4core_tpu import aot_cases, libraries, ml4core_refusals
+from ml4core_tpu import aot_cases, libraries, ml4core_refusals, runtimes
 from ml4core_tpu.backend import TpuBackend
 from ml4core_tpu.capabilities import capabilities, smallest_page
+from ml4core_tpu.compilation import compilation_refusals
 from ml4core_tpu.driver import Chip
 from ml4core_tpu.layouts import LANE33, TILES, TILES_NOPE, tiles_layout
+from ml4core_tpu.lazy_steps import lazy_buckets
 from ml4core_tpu.ops import kv_write
 from ml4core_tpu.runtimes import runtime_reasons
 
@@ -66,6 +68,31 @@ def test_a_runtime_that_can_not_serve_says_why(deployment: Deployment, runtime: 
         assert "works: jax, torch_xla, torch_tpu" in text
     elif find_spec(runtime) is None:
         assert f"{runtime} is not installed" in text
+
+
+def test_torch_xla_is_bound_to_a_torch(
+    monkeypatch: pytest.MonkeyPatch, deployment: Deployment
+) -> None:
+    """And compiles for itself: switches of the other runtime are refused beside it."""
+    monkeypatch.setattr(runtimes, "find_spec", lambda name: object())
+    found = {"torch-xla": "2.9.0", "torch": "2.9.1"}
+    monkeypatch.setattr(runtimes, "version", found.__getitem__)
+    own = {"runtime": "torch_xla", "warm_up": True}
+    asked = replace(deployment, additional_config={"device": "interpreted", "tpu": own})
+    assert runtimes.runtime_refusals(asked) == ()
+    found["torch"] = "2.13.0"
+    (refusal,) = runtimes.runtime_refusals(asked)
+    assert "torch-xla 2.9.0 is bound to torch of its own release" in refusal.reason
+    assert [one.subject for one in compilation_refusals(asked)] == [
+        "--additional-config tpu.warm_up"
+    ]
+
+
+def test_a_graph_of_each_kind_of_step(deployment: Deployment) -> None:
+    small = replace(deployment, max_model_len=1000, max_num_seqs=4, max_num_batched_tokens=64)
+    found = lazy_buckets(small)
+    assert (found.decode, found.prefill_rows, found.pages) == ((4,), (64,), (4,))
+    assert found.logits == (4, 8)
 
 
 def test_unread_switches_are_refused(deployment: Deployment) -> None:

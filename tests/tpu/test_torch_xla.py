@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OPS = 11
 KERNELS = 7
 """Of a layer: latent and key written, scores, top-k, sparse MLA, and two products of experts."""
-GRAPHS = {"plain": 3, "tiles": 3, "drafts": 9}
+GRAPHS = {"plain": 3, "tiles": 3, "drafts": 5}
 """What is laid out; then a chunk and a decode, or a chunk, a window, and a block behind each."""
 FOLDER = Path(os.environ.get("ML4_TORCH_XLA_ENV", ROOT / ".venv-torch-xla"))
 

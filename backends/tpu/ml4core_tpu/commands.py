@@ -64,6 +64,40 @@ def aot(
         raise typer.Exit(1)
 
 
+@app.command()
+def buckets(
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Rows of a step at most; the backend's default if left out.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Requests of a step at most, of one replica.")
+    ] = None,
+    max_model_len: Annotated[
+        int, typer.Option(help="Tokens of a request at most; by default the published context.")
+    ] = 1 << 20,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a page.")] = None,
+) -> None:
+    """Print the sizes that each device's programs are made for. Needs no TPU.
+
+    Ends with 1 for page tables that take too much of the scalar memory.
+    """
+    from ml4core_tpu.backend import TpuBackend
+    from ml4core_tpu.capabilities import capabilities
+    from ml4core_tpu.sizes import sizes
+
+    defaults = capabilities(TpuBackend.reference_device).defaults
+    given = {
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_seqs": max_num_seqs,
+        "block_size": block_size,
+    }
+    rows, requests, page = (value or int(defaults[name]) for name, value in given.items())
+    lines = list(sizes(rows, requests, max_model_len, page))
+    typer.echo("\n".join(lines))
+    if any(line.startswith("REFUSED") for line in lines):
+        raise typer.Exit(1)
+
+
 def _slice(topology: str, keyword: str, model: bool) -> tuple[int, int]:
     """Compiles the cases for one slice; how many, and how many of them were refused."""
     from ml4core_tpu.aot import Refused, devices_of

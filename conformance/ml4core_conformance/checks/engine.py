@@ -130,10 +130,12 @@ def checks() -> list[Check]:
 
 # What it answers
 
+Ask = Callable[[Engine, list[list[int]]], dict[str, tuple[list[int], Answer]]]
+
 
 def _answers(
     subject: Subject,
-    ask: Callable[[Engine, list[list[int]]], dict[str, tuple[list[int], Answer]]],
+    ask: Ask,
     drafter: bool = False,
     vocab: int = tiny.CONFIG.vocab,
     **flags: Any,
@@ -155,16 +157,22 @@ def _all_at_once(opened: Engine, asked: list[list[int]]) -> dict[str, tuple[list
     return {name: (asked[n], answers[name]) for n, name in enumerate(answers)}
 
 
+def _asked(subject: Subject) -> Ask:
+    """All prompts at once; of interpreted kernels those beyond a page, short, and of one token."""
+    chosen = (0, 2, 3) if is_slow(subject.device) else range(5)
+    return lambda opened, asked: _all_at_once(opened, [asked[n] for n in chosen])
+
+
 def chunked(subject: Subject) -> None:
-    _answers(subject, _all_at_once, max_num_batched_tokens=24)
+    _answers(subject, _asked(subject), max_num_batched_tokens=24)
 
 
 def rounded(subject: Subject) -> None:
-    _answers(subject, _all_at_once, dtype=MIXED.dtype, kv_cache_dtype="bfloat16")
+    _answers(subject, _asked(subject), dtype=MIXED.dtype, kv_cache_dtype="bfloat16")
 
 
 def overlapped(subject: Subject) -> None:
-    _answers(subject, _all_at_once, async_scheduling=True, max_num_batched_tokens=64)
+    _answers(subject, _asked(subject), async_scheduling=True, max_num_batched_tokens=64)
 
 
 def prefix(subject: Subject) -> None:
@@ -199,13 +207,16 @@ def preempted(subject: Subject) -> None:
     with checkpoint(**smooth(subject)) as folder:
         room = 6 * page_bytes(subject, folder)
         size = page_tokens(subject, folder)
-    flags = {"max_model_len": max(128, 2 * size), "max_num_batched_tokens": 4 * size}
+    flags: dict[str, Any] = {
+        "max_model_len": max(128, 2 * size),
+        "max_num_batched_tokens": 4 * size,
+    }
     _answers(subject, ask, kv_cache_memory_bytes=room, **flags)
 
 
 def drafted(subject: Subject) -> None:
     def ask(opened: Engine, asked: list[list[int]]) -> dict[str, tuple[list[int], Answer]]:
-        found = _all_at_once(opened, asked)
+        found = _asked(subject)(opened, asked)
         counts = opened.core.stats().drafts
         if counts is None or not counts.draft_tokens:
             raise CheckFailed("no draft was judged, though a drafter was asked for")

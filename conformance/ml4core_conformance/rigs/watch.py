@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, Mapping):
         yield from _tensors(list(value.values()))
-    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+    elif isinstance(value, list | tuple):  # a storage, which ops take too, gives its bytes
         for one in value:
             yield from _tensors(one)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 HOST = "127.0.0.1"
 START = timedelta(seconds=120)
-"""How long ranks that have started may take to meet."""
+"""How long ranks may take to meet, and to open their sessions, once all have come so far."""
 _EVER = timedelta(days=365)
 """Later no wait is limited here: how long a step may take is for the engine to say."""
 
@@ -38,16 +38,19 @@ def check_free() -> None:
         )
 
 
+def library(device: torch.device) -> str:
+    """What torch.distributed uses there."""
+    found: str = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    return found
+
+
 def join(rank: int, size: int, device: torch.device, store: dist.TCPStore | int) -> None:
     """Meets the other ranks; ``store``: rank 0's, or its port. ``RuntimeError`` if they don't
     come.
     """
     if isinstance(store, int):
         store = dist.TCPStore(HOST, store, is_master=False, timeout=START)
-    kinds = dist.Backend.default_device_backend_map
-    words = "gloo"
-    if device.type != "cpu":
-        words = f"cpu:gloo,{device.type}:{kinds.get(device.type, 'gloo')}"
+    words = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{library(device)}"
     own = device if device.type != "cpu" and device.index is not None else None
     if own is not None:
         torch.accelerator.set_device_index(own.index)
@@ -94,14 +97,12 @@ def abort() -> None:
 
 
 @contextmanager
-def environment() -> Iterator[None]:
+def environment(device: torch.device) -> Iterator[None]:
     """What the libraries read while a group is joined: ranks of one machine talk over its loopback,
     and a lost rank ends no process but by this package.
     """
-    own = {
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    }
+    own = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    own[f"TORCH_{library(device).upper()}_ASYNC_ERROR_HANDLING"] = "0"
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
     try:

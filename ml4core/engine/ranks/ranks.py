@@ -60,7 +60,7 @@ class Ranks:
         self._joined = False
         self._asked_to_stop = False
         self._undo = ExitStack()
-        self._undo.enter_context(group.environment())
+        self._undo.enter_context(group.environment(self._device))
         before = torch.get_num_threads()
         threads = max(1, before // size)
         if self._device.type == "cpu":
@@ -87,8 +87,9 @@ class Ranks:
         return self._heard.alarm
 
     def join(self) -> None:
-        """Makes the group. Raises as ``together`` tells."""
-        self.ask("ready")  # a rank that can't even start must not be waited for in the group
+        """Makes the group, of ranks that have answered before: one that can't even start must not
+        be waited for there.
+        """
         self._joined = True
         self.alongside("join", lambda: group.join(0, self.size, self._device, self._store))
 

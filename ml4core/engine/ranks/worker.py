@@ -55,8 +55,7 @@ def _run(connection: Connection) -> int:
         begin = connection.recv()
         rank = begin.rank
         worker = Worker(begin, connection)
-        with group.environment():
-            worker.serve()
+        worker.serve()
         return 0
     except (EOFError, ConnectionError):
         return GONE
@@ -89,36 +88,36 @@ class Worker:
         torch.set_num_threads(begin.threads)
 
     def serve(self) -> None:
-        while not self._stopped:
-            self._wait()
-            call: Call = self._connection.recv()
-            value = getattr(self, call.name)(*call.arguments)
-            if call.number:
-                self._connection.send(Answer(call.number, value))
+        with group.environment(self._device):
+            while not self._stopped:
+                self._wait()
+                call: Call = self._connection.recv()
+                value = getattr(self, call.name)(*call.arguments)
+                if call.number:
+                    self._connection.send(Answer(call.number, value))
 
-    def ready(self) -> None:
-        """Whatever had to be imported is."""
+    def prepare(self) -> str:
+        """All that is done before ranks meet, and takes its time. Returns its ``fingerprint``."""
+        begin = self._begin
+        self._plugin = registry.load_plugin(registry.find(begin.backend))
+        self._capabilities = self._plugin.backend.capabilities(begin.device)
+        self._files = ModelFiles.open(begin.args)
+        self._deployment = self._files.deployment(begin.args, begin.device, self._capabilities)
+        return fingerprint(self._deployment)
 
     def join(self) -> None:
         group.join(self._begin.rank, self._begin.size, self._device, self._begin.port)
 
-    def open(self) -> str:
-        """Its ``fingerprint``."""
-        begin = self._begin
-        plugin = registry.load_plugin(registry.find(begin.backend))
-        capabilities = plugin.backend.capabilities(begin.device)
-        self._files = ModelFiles.open(begin.args)
-        self._deployment = self._files.deployment(begin.args, begin.device, capabilities)
-        self._session = registry.open_session(plugin, self._deployment)
+    def open(self) -> None:
+        self._session = registry.open_session(self._plugin, self._deployment)
         self._runner = ModelRunner(
             self._session,
-            plugin.backend.name,
+            self._plugin.backend.name,
             self._deployment,
-            capabilities,
+            self._capabilities,
             collectives=TorchCollectives(),
         )
         group.wait_for_ever()
-        return fingerprint(self._deployment)
 
     def load(self) -> None:
         """The weights of this rank; images are encoded on rank 0 alone."""

@@ -24,7 +24,9 @@ from ml4core.api import (
     SSMaxSpec,
     StepShape,
 )
-from ml4core.registry import PluginRecord, load_plugin, probe
+from ml4core.engine.args import EngineArgs
+from ml4core.planning.launch import judge
+from ml4core.registry import PluginRecord, load_plugin, probe, select
 from ml4core_cuda import aot, attn_stage, latency, libraries, stages
 from ml4core_cuda.backend import CudaBackend
 from ml4core_cuda.capabilities import capabilities
@@ -307,3 +309,21 @@ def test_fused_inputs_say_what_they_do_not_take() -> None:
     told = " ".join(refusal.reason for refusal in found.refusals)
     for part in ("LoRA of rank 64", "Hadamard", "quantised to fp8_block", "64", "e4m3fnuz"):
         assert part in told
+
+
+def test_a_launch_on_eight_gpus_lacks_the_hardware_alone() -> None:
+    try:
+        select("cuda", timeout=240)
+    except Refused as refused:
+        hardware = refused
+    else:
+        pytest.skip("this machine has an NVIDIA GPU")
+    args = EngineArgs(
+        "mistralai/Mistral-Large-4-1T-A52B",
+        backend="cuda",
+        tensor_parallel_size=8,
+        speculative_config={"method": "dspark", "num_speculative_tokens": 3},
+    )
+    launch = judge(args, {})
+    assert {one.subject for one in launch.refusals} <= {"driver", "torch", "triton", "device"}
+    assert set(launch.refusals) == set(hardware.refusals)

@@ -103,7 +103,7 @@ def open_runner(
     torch_dtype = getattr(torch, dtype)
     runner.load(load_layers(checkpoint, spec, torch_dtype, shard=runner.shard))
     if spec.draft is not None:
-        runner.load_draft(load_draft(checkpoint, spec.draft, torch_dtype, shard=runner.shard))
+        runner.load_draft(load_draft(checkpoint, spec.draft, torch_dtype))
     runner.allocate_kv(_pools(spec, deployment))
     return runner
 

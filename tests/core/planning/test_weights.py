@@ -49,7 +49,7 @@ def test_routed_experts_by_hand() -> None:
 
 def test_what_every_rank_holds_does_not_shrink() -> None:
     one, eight = by_part("fp8"), by_part("fp8", tp=8)
-    for part in ("indexer", "router", "norms", "vision"):
+    for part in ("indexer", "router", "norms", "drafter", "vision"):
         assert eight[part].rank == one[part].rank == one[part].held, part
     for part in ("embedding", "output", "routed experts", "shared experts", "dense"):
         assert 8 * eight[part].rank == one[part].rank, part

@@ -63,6 +63,7 @@ def test_a_start_that_fails(start: Start, wrong: Any, what: str) -> None:
 def test_a_step_that_fails(start: Start, wrong: Any, what: str) -> None:
     wrong(what)
     engine = start(backend="ranked")
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
     began = time.monotonic()
     fault = fault_of(engine)
     assert time.monotonic() - began < 5

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ml4core.api import Capabilities, Deployment, Device, Probe, Selection, Session
 from ml4core.cpu.backend import CpuBackend
+from ml4core.models.layer_table import build_model_spec
 from ml4core.registry import discover
 from ml4core_conformance import tiny
 from ml4core_conformance.check import CheckFailed
@@ -21,6 +23,7 @@ from ml4core_conformance.rigs.plans import Padding, PageBook, make_plan
 from ml4core_conformance.rigs.rig import REFERENCE
 from ml4core_conformance.rigs.scenes import Scene
 from ml4core_conformance.rigs.selections import check_selection
+from ml4core_conformance.rigs.served import smooth
 from ml4core_conformance.rigs.watch import watched
 from ml4core_conformance.subject import Subject
 
@@ -170,6 +173,35 @@ def test_a_wait_of_the_host_is_seen() -> None:
             assert any(op.waits for op in watch.seen)
     _, watch = watched(lambda: torch.where(x > 0, x, 0.0) @ x)
     assert not any(op.waits for op in watch.seen)
+
+
+def test_models_of_interpreted_engines_are_smaller_and_have_layers_of_each_kind(
+    subject: Subject,
+) -> None:
+    interpreted = replace(subject, device=replace(subject.device, kind="interpreted"))
+    whole, small = (
+        build_model_spec(replace(tiny.CONFIG, **smooth(one)).params()).layers
+        for one in (subject, interpreted)
+    )
+    assert (len(whole), len(small)) == (8, 4)
+    for layers in (whole, small):
+        assert {layer.rope is None for layer in layers} == {True, False}
+        assert {layer.moe is None for layer in layers} == {True, False}
+        assert {layer.indexer is None for layer in layers} == {True, False}
+
+
+def test_a_storage_that_an_op_takes_is_not_read_byte_by_byte(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As interpreted kernels share their arguments' memory, for which that took minutes."""
+
+    def read(*_: object) -> int:
+        raise AssertionError("a byte of a storage is read")
+
+    monkeypatch.setattr(torch.UntypedStorage, "__getitem__", read)
+    x, view = torch.ones(8), torch.empty(0)
+    _, watch = watched(lambda: view.set_(x.untyped_storage(), 0, (8,), (1,)))
+    assert [op.outputs for op in watch.seen] == [(("cpu", 8, True),)]
 
 
 def test_each_family_has_a_mutant() -> None:

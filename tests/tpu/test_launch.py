@@ -1,0 +1,70 @@
+"""The published launch on a slice of v7x, one of its four hosts, where there is no TPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from ml4core.engine.args import EngineArgs
+from ml4core.planning.launch import Launch, judge
+from ml4core_tpu.commands import app
+from ml4core_tpu.driver import find_chips
+
+ARGS = EngineArgs(
+    "mistralai/Mistral-Large-4-1T-A52B",
+    backend="tpu",
+    tensor_parallel_size=8,
+    data_parallel_size=4,
+    data_parallel_size_local=1,
+    data_parallel_address="10.0.0.1",
+    data_parallel_rpc_port=29696,
+    enable_expert_parallel=True,
+    enable_ep_weight_filter=True,
+    dtype="bfloat16",
+    kv_cache_dtype="fp8_e4m3",
+)
+MISSING = {"chip", "device", "libtpu", "runtime"}
+"""Subjects of what isn't on this machine: chips, and what may not be installed."""
+MESH = {"parallel:dp", "parallel:ep", "parallel:tp"}
+"""What no engine drives on TPUs yet."""
+
+
+def own(launch: Launch) -> set[str]:
+    return {refusal.subject for refusal in launch.refusals if refusal.source == "tpu"}
+
+
+@pytest.mark.skipif(bool(find_chips()[0]), reason="there is a TPU")
+@pytest.mark.parametrize("host", range(4))
+def test_the_backend_misses_nothing_but_the_hardware(host: int) -> None:
+    """Its layouts, widths and pages serve the published model at its whole context."""
+    launch = judge(replace(ARGS, data_parallel_start_rank=host), {})
+    assert "chip" in own(launch)
+    assert own(launch) <= MISSING
+    assert launch.deployment is not None
+    assert launch.deployment.max_model_len == 1 << 20
+    others = {one.subject for one in launch.refusals if one.source != "tpu"}
+    words = {one for one in others if not one.startswith("--data-parallel")}
+    assert words == MESH
+
+
+def call(*words: str) -> tuple[int, str]:
+    found = CliRunner().invoke(app, ["buckets", *words])
+    return found.exit_code, found.output
+
+
+def test_sizes_of_each_device_are_printed() -> None:
+    code, text = call()
+    assert code == 0, text
+    assert "token buckets    16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192\n" in text
+    assert "request buckets  8, 16, 32, 64, 128\n" in text
+    assert "page tables      128 x 1024 pages of 1024 tokens\n" in text
+    assert "640 a token and owner of latents, 132 a token and indexer" in text
+
+
+def test_page_tables_that_are_too_large_are_refused() -> None:
+    code, text = call("--block-size", "512", "--max-num-seqs", "256")
+    assert code == 1
+    assert "REFUSED" in text
+    assert "--block-size 2048" in text

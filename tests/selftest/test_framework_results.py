@@ -256,6 +256,18 @@ def test_the_matrix_says_what_was_proven_and_what_only_declared() -> None:
     assert "`toy` |  | NOT-RUN" not in page
 
 
+def test_the_matrix_says_what_runs_of_parts_asked_for() -> None:
+    layouts = result(made("a", Status.PASS), selection=Selection(("layouts",)), days=2)
+    few = result(made("b", Status.PASS), selection=Selection((), "b"), days=1)
+    page = to_markdown([layouts, few])
+    assert "| conformant (profile layouts; all profiles, -k 'b') | 2 PASS |" in page
+    whole = result(made("a", Status.PASS), made("b", Status.PASS), days=3)
+    # Of the whole run nothing counts any more.
+    assert "(profile layouts; all profiles, -k 'b')" in to_markdown([whole, layouts, few])
+    more = result(*(made(id, Status.PASS) for id in "abc"), days=3)
+    assert "| conformant | 3 PASS |" in to_markdown([more, layouts, few])
+
+
 def test_what_stood_for_a_device_is_no_run_of_the_device() -> None:
     """A backend that ran in an interpreter, or as a fake, is told as never run on its hardware."""
     passed = made("a", Status.PASS, requires=("op:topk",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,18 @@ def test_what_a_start_would_say(
         assert "--limit-mm-per-prompt" in "".join(found)
     else:
         assert real <= found
+
+
+def test_fewer_devices_than_ranks(monkeypatch: pytest.MonkeyPatch, choice: registry.Choice) -> None:
+    (found,) = choice.devices
+    one = replace(found, device=replace(found.device, torch_device="cuda:0"))
+    few = replace(choice, devices=(one,))
+    monkeypatch.setattr(registry, "select", lambda name, **more: few)
+    args = EngineArgs("ml4-tiny", backend="cpu", max_model_len=512, tensor_parallel_size=2)
+    (told,) = reasons(lambda: open_for_any(args))
+    assert "--tensor-parallel-size 2: 2 ranks need 2 devices, and there are 1: cuda:0" in told
+    found_too = reasons(lambda: dry_run(args))
+    assert told in found_too
 
 
 def test_the_backends_own_numbers_are_planned(

@@ -88,7 +88,7 @@ def _runs(columns: Sequence[Column], missing: Mapping[str, str]) -> Iterator[str
         yield _line(
             f"`{run.plugin.backend}`",
             f"{run.device.name} {run.device.arch}{kind}",
-            column.verdict if run.selection.whole else f"{column.verdict} ({run.selection})",
+            f"{column.verdict}{_asked(column)}",
             told,
             plugin,
             run.suite,
@@ -97,6 +97,16 @@ def _runs(columns: Sequence[Column], missing: Mapping[str, str]) -> Iterator[str
     for name, arch in missing.items():
         yield _line(f"`{name}`", arch, "NOT-RUN", "", "", "", "")
     yield ""
+
+
+def _asked(column: Column) -> str:
+    """In brackets what runs asked for, where none of those that still count was of the whole
+    suite.
+    """
+    asked = [cell.run.selection for cell in column.cells.values()]
+    if any(selection.whole for selection in asked):
+        return ""
+    return f" ({'; '.join(dict.fromkeys(map(str, asked)))})"
 
 
 def _support(columns: Sequence[Column], missing: Mapping[str, str]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -168,9 +169,10 @@ class Heard:
 
 def tell(processes: Sequence[RankProcess], call: Call) -> None:
     """Raises ``RankLostError`` for one that doesn't listen any more."""
+    data = pickle.dumps(call, pickle.HIGHEST_PROTOCOL)  # once, for all of them
     for one in processes:
         try:
-            one.connection.send(call)
+            one.connection.send_bytes(data)
         except OSError as error:
             raise RankLostError(f"rank {one.rank} has gone") from error
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.llm import Engine, open_engine
+from ml4core.engine.ranks.packing import pack
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.models.errors import CheckpointError
 
@@ -41,6 +43,7 @@ def test_preemption_and_cached_prefixes(start: Start, alone: Any) -> None:
     engine = start(num_gpu_blocks_override=7, enable_prefix_caching=True)
     assert tokens(engine) == alone
     assert engine.core.stats().preemptions
+    engine.core.overlap = True  # a step stays in flight
     assert tokens(engine) == alone
     assert engine.core.stats().cache_hits["latent"]
     told = engine.report()["parallel"]
@@ -50,7 +53,17 @@ def test_preemption_and_cached_prefixes(start: Start, alone: Any) -> None:
     assert told["sums"] == "torch.distributed (gloo)"
 
 
-def test_whole_experts_on_each_rank(start: Start, alone: Any) -> None:
+def test_whole_experts_on_each_rank(
+    start: Start, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans are broadcast, as those of a device are."""
+
+    def without_data(tensors: Any) -> Any:
+        packed, _ = pack(tensors)
+        data = torch.frombuffer(bytearray(packed.data or b""), dtype=torch.uint8)
+        return packed._replace(data=None), data
+
+    monkeypatch.setattr("ml4core.engine.ranks.runner.pack", without_data)
     flags = {"enable_expert_parallel": True, "enable_ep_weight_filter": True}
     engine = start(**flags, max_num_batched_tokens=7, step_timeout_s=0.0)
     assert tokens(engine) == alone

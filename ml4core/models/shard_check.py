@@ -67,6 +67,10 @@ def check_shard(
         all_valid = [set(constraint.valid()) for _, constraint in found]
         sizes = ", ".join(map(str, sorted(set.intersection(*all_valid))))
         lines.append(f"TP sizes that work for every tensor: {sizes}")
+        others = [set(c.valid()) for role, c in found if role not in EXPERT_ROLES]
+        whole = set.intersection(*others) if others else set()
+        if shard.ep_size == 1 and shard.tp_size in whole:
+            lines.append(f"{shard.tp_size} works with --enable-expert-parallel: experts are whole")
     raise CheckpointError("\n  - ".join(lines))
 
 

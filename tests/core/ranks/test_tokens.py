@@ -87,5 +87,6 @@ def test_a_size_that_cuts_no_matrix_is_told_with_those_that_do(start: Start) -> 
         start("ml4-tiny")
     assert "can't be cut for tensor parallel size 2" in str(told.value)
     assert "TP sizes that work for every tensor: 1" in str(told.value)
+    assert "2 works with --enable-expert-parallel" in str(told.value)
     with pytest.raises(CheckpointError, match=r"3 ranks .*TP sizes that work"):
         start(ranks=3)

@@ -20,6 +20,10 @@ Installed = Callable[[tuple[str, ...]], tuple[Refusal, ...]]
 
 PART = "all_reduce"
 
+# By their names of torch 2.13 on, where those before are deprecated.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class GroupCollectives:
     """Collectives of a process group, the default one if None.
@@ -60,13 +64,13 @@ class GroupCollectives:
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
         given = x.movedim(dim, 0).contiguous()
         found = given.new_empty(self.world_size * given.shape[0], *given.shape[1:])
-        dist.all_gather_into_tensor(found, given, group=self._group)
+        _gather(found, given, group=self._group)
         return found.movedim(0, dim).contiguous()
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
         given = self._divided(x, dim)
         found = given.new_empty(given.shape[0] // self.world_size, *given.shape[1:])
-        dist.reduce_scatter_tensor(found, given, group=self._group)
+        _reduce_scatter(found, given, group=self._group)
         return found.movedim(0, dim).contiguous()
 
     def all_to_all(self, x: Tensor, dim: int = 0) -> Tensor:

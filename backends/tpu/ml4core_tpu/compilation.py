@@ -17,6 +17,8 @@ from ml4core_tpu.runtimes import LAZY, runtime_of
 CACHE = "compilation_cache"
 WARM_UP = "warm_up"
 _HOME_CACHE = ".cache"
+MOST_MAPPINGS = 20_000
+"""Of a process's memory: a third of what it may have."""
 SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
         "jax_persistent_cache_min_compile_time_secs": 0.2,
@@ -78,6 +80,21 @@ def compilation_cache(deployment: Deployment) -> None:
         cache.reset_cache()  # else the first folder of a process stays in use
     for name, value in SETTINGS.items() if folder else ():
         config.update(name, value)
+
+
+def release_programs() -> None:
+    """Drops what JAX has compiled in this process, once that is much: a program takes some tens of
+    memory mappings, and Linux gives a process 65,530, beyond which compiling fails.
+    """
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            count = sum(1 for _ in maps)
+    except OSError:  # another system
+        return
+    if count > MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
 
 
 @contextmanager

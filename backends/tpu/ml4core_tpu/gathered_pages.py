@@ -1,7 +1,8 @@
 """The pages of a cache that a step reads or writes, brought together.
 
 Programs of the host are handed these in place of the whole pool, so that they are made for few
-sizes of pools, and copy no page that they don't need.
+sizes of pools, and copy no page that they don't need. Which pages those are is the host's own
+arithmetic, in numpy.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ml4core.api import StepPlan
@@ -22,21 +25,23 @@ def seen_pages(
     """The pages int64 [n] of a pool of ``blocks``, ascending: those of keys that rows see, and
     those that a row's slot, or one of ``more``, lies in.
     """
-    table = plan.block_tables[group]
-    slots = [one.long().flatten() for one in (plan.slots[group], *more)]
-    entries = table[_seen(plan, table, page)].long()
-    every = torch.cat((entries, *(one.div(page, rounding_mode="floor") for one in slots)))
-    used = torch.zeros(blocks, dtype=torch.bool)
+    table = plan.block_tables[group].numpy()
+    slots = [one.numpy().reshape(-1) for one in (plan.slots[group], *more)]
+    entries = table[_seen(plan, group, page)]
+    every = np.concatenate((entries, *(one // page for one in slots)))
+    used = np.zeros(blocks, bool)
     used[every[(every >= 0) & (every < blocks)]] = True
-    return used.nonzero().squeeze(1)
+    return torch.from_numpy(np.flatnonzero(used))
 
 
-def _seen(plan: StepPlan, table: Tensor, page: int) -> Tensor:
-    """bool [R, B]: which entries of a table hold keys that a row sees."""
-    rows = plan.visible > 0
-    most = plan.visible.new_zeros(len(table))
-    most.scatter_reduce_(0, plan.row_request[rows].long(), plan.visible[rows], "amax")
-    return torch.arange(table.shape[1]) * page < most[:, None]
+def _seen(plan: StepPlan, group: str, page: int) -> NDArray[np.bool_]:
+    """[R, B]: which entries of a table hold keys that a row sees."""
+    requests, columns = plan.block_tables[group].shape
+    visible = plan.visible.numpy()
+    rows = visible > 0
+    most = np.zeros(requests, visible.dtype)
+    np.maximum.at(most, plan.row_request.numpy()[rows], visible[rows])
+    return np.arange(columns) * page < most[:, None]
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ class GatheredPages:
         """A group's table with the new pages; entries of keys that no row sees become page 0."""
         table = plan.block_tables[group]
         found = self._local(table.long(), self.size)
-        return torch.where(_seen(plan, table, self.page), found, 0).to(table.dtype)
+        seen = torch.from_numpy(_seen(plan, group, self.page))
+        return torch.where(seen, found, 0).to(table.dtype)
 
     def slots(self, slots: Tensor) -> Tensor:
         """Slots of the new pool. What lies in no page of it stays negative, or is beyond it."""
@@ -88,9 +94,10 @@ class GatheredPages:
 
     def written(self, held: Tensor, found: Tensor, slots: Tensor) -> None:
         """Copies the pages that ``slots`` lie in from ``found`` [size, ...] to ``held``."""
-        page = slots.long().div(self.page, rounding_mode="floor")
-        touched = torch.unique(page[(page >= 0) & (page < self.blocks)])
-        held[touched] = found[torch.searchsorted(self.pages, touched)]
+        page = slots.numpy() // self.page
+        touched = torch.from_numpy(np.unique(page[(page >= 0) & (page < self.blocks)]))
+        place = torch.searchsorted(self.pages, touched)
+        held.index_copy_(0, touched, found.index_select(0, place))
 
     def _local(self, page: Tensor, beyond: int) -> Tensor:
         """Places of pages int64; ``beyond`` for one that isn't there."""

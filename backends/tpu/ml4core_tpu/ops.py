@@ -222,11 +222,13 @@ def scale_of(cache: KVCache) -> Tensor:
 
     if cache.scale is None:
         return torch.ones(1, device=cache.parts[0].device)
-    if cache.scale.device.type == "cpu" and not 0 < float(cache.scale) < float("inf"):
-        raise ValueError(
-            f"the scale of a cache of {cache.layout.id!r} is {float(cache.scale)}; rows are "
-            "divided by it, so it has to be above 0"
-        )
+    if cache.scale.device.type == "cpu":
+        scale = cache.scale.numpy().item()
+        if not 0 < scale < float("inf"):
+            raise ValueError(
+                f"the scale of a cache of {cache.layout.id!r} is {scale}; rows are divided by it, "
+                "so it has to be above 0"
+            )
     return cache.scale
 
 

@@ -32,7 +32,7 @@ from ml4core.api import (
 from ml4core.api.known_layouts import PER_TENSOR
 from ml4core_tpu.bridge import host_environment
 from ml4core_tpu.buckets import buckets_of
-from ml4core_tpu.compilation import Told, compilation_cache, warms_up
+from ml4core_tpu.compilation import Told, compilation_cache, release_programs, warms_up
 from ml4core_tpu.executor import BucketExecutor, EagerExecutor
 from ml4core_tpu.expert_weights import packed_experts
 from ml4core_tpu.layer_choice import PROVIDER, layer_refusals
@@ -171,7 +171,8 @@ class TpuSession:
         return None
 
     def close(self) -> None:
-        return None
+        self._layers = None
+        release_programs()
 
 
 class _Copies:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from ml4core.api import Deployment, Device, ModelSpec
+from ml4core_tpu import compilation
 from ml4core_tpu.aot import SLICE, compile_case, devices_of
 from ml4core_tpu.aot_cases import all_cases
 from ml4core_tpu.compilation import SETTINGS, compilation_cache
@@ -107,3 +108,19 @@ def test_programs_for_a_slice_that_is_not_there_are_not_kept(folder: Path) -> No
     assert not list(folder.glob("*-cache"))
     from_("/one/kernels.py", 0)(True).trace(SHAPE).lower().compile()
     assert len(list(folder.glob("*-cache"))) == 1, "the host's are kept again"
+
+
+def test_a_process_does_not_keep_programs_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes memory mappings, of which a process has 65,530: a closed session gives them
+    back once they are many.
+    """
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("this system doesn't tell of a process's mappings")
+    dropped: list[bool] = []
+    monkeypatch.setattr(compilation, "MOST_MAPPINGS", 2**31)
+    monkeypatch.setattr(jax, "clear_caches", lambda: dropped.append(True))
+    compilation.release_programs()
+    assert not dropped
+    monkeypatch.setattr(compilation, "MOST_MAPPINGS", 0)
+    compilation.release_programs()
+    assert dropped == [True]

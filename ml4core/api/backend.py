@@ -66,7 +66,9 @@ class Backend(Protocol):
     device.
 
     It may have ``reference_device``, a ``Device``: what a deployment is judged for where it is only
-    planned, and no device is found.
+    planned, and no device is found. It may have ``layouts_for(model: ModelSpec)``: its private
+    layouts by id at the model's widths, as ``Session.layouts`` of a session will have them, so that
+    they can be planned without one.
     """
 
     @property

@@ -21,7 +21,7 @@ def serve(args: EngineArgs, server: ServerArgs) -> None:
     if server.dry_run:
         from ml4core.serving.dry_run import dry_run
 
-        output.write_json(dry_run(engine))
+        output.write_json(dry_run(engine, refused=output.write_json))
         return
     if engine.refusals():
         choose_backend(engine)  # with all else that is against it, before anything is imported

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ml4core.api import DraftSpec, KVLayout, ModelSpec
 from ml4core.api.known_layouts import index_layout, latent_layout
@@ -16,6 +17,9 @@ from ml4core.engine.kv_groups import size_groups
 
 NULL_PAGES = 1
 """Page 0 of every pool is the null page: never written, never handed out."""
+
+NONE: Mapping[str, KVLayout] = MappingProxyType({})
+"""No private layouts."""
 
 DRAFT_LAYOUT = "bf16"
 """Layout of the drafter's rows, whatever the target's is."""
@@ -125,17 +129,20 @@ class Pools:
         )
 
 
-def model_layouts(spec: ModelSpec, latent: str, index: str) -> dict[str, KVLayout]:
-    """The open layouts of these ids at the model's widths.
+def model_layouts(
+    spec: ModelSpec, latent: str, index: str, private: Mapping[str, KVLayout] = NONE
+) -> dict[str, KVLayout]:
+    """The layouts of these ids at the model's widths: open ones, and those of ``private``.
 
     Rows of layers without rope have the rope slot too. Raises ``ValueError`` for ids that are
     unknown or can't hold these widths.
     """
     rope = max(layer.rope_dim for layer in spec.layers)
-    layouts = {"latent": latent_layout(latent, spec.layers[0].kv_lora_rank, rope)}
+    width = spec.layers[0].kv_lora_rank
+    layouts = {"latent": private.get(latent) or latent_layout(latent, width, rope)}
     dims = {layer.indexer.head_dim for layer in spec.layers if layer.indexer is not None}
     if dims:
-        layouts["index"] = index_layout(index, dims.pop())
+        layouts["index"] = private.get(index) or index_layout(index, dims.pop())
     return layouts
 
 

@@ -25,6 +25,7 @@ from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.hub import is_local, resolve_model
 from ml4core.models.requant import SOURCES, TARGET
 from ml4core.models.shards import EXPERT_ROLES
+from ml4core.planning import kv
 from ml4core.planning.model import PlannedModel, checkpoint_model, published_model
 from ml4core.planning.plan import Plan, PlanOptions, make_plan
 
@@ -41,7 +42,8 @@ class Launch:
         choice: the backend and its devices; None if there are none.
         deployment: None where no device or no model is known to judge by.
         plan: None there, too, where the model can't be planned with these flags, and with a private
-            cache layout, of which the opened session alone knows the bytes.
+            cache layout whose bytes the opened session alone knows.
+        options: what it was planned by.
         refusals: every reason against it, sorted.
         what: what is refused.
     """
@@ -49,6 +51,7 @@ class Launch:
     choice: registry.Choice | None
     deployment: Deployment | None
     plan: Plan | None
+    options: PlanOptions
     refusals: tuple[Refusal, ...]
     what: str
 
@@ -75,12 +78,13 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
         what = refused.what
     model, subject = _model(args), choice or _reference(args.backend)
     if model is None or subject is None:
-        return Launch(choice, None, None, tuple(sorted(set(found))), what)
+        return Launch(choice, None, None, PlanOptions(), tuple(sorted(set(found))), what)
     plugin, device, capabilities = _parts(subject)
-    options = PlanOptions(backend=capabilities)
+    layouts_for = getattr(plugin.backend, "layouts_for", lambda spec: kv.NONE)
+    options = PlanOptions(backend=capabilities, layouts=layouts_for(model.spec))
     made = None
     try:
-        if not has_private_layout(args, capabilities):
+        if knows_layouts(args, options):
             made = make_plan(model, args, options)
     except ArgumentsError as error:  # a reason beside the others
         parts = (text.partition(": ") for text in error.problems)
@@ -107,14 +111,15 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
         registry.check(deployment, capabilities, plugin.manager)
     except Refused as refused:
         found += refused.refusals
-    return Launch(choice, deployment, made, tuple(sorted(set(found))), what)
+    return Launch(choice, deployment, made, options, tuple(sorted(set(found))), what)
 
 
-def has_private_layout(args: EngineArgs, capabilities: Capabilities) -> bool:
-    """Whether a cache has a layout of the backend's own."""
-    kv = resolving.kv_layout_id(args, capabilities)
-    index = resolving.index_layout_id(args, capabilities, kv)
-    return any(id.startswith(resolving.PRIVATE) for id in (kv, index))
+def knows_layouts(args: EngineArgs, options: PlanOptions) -> bool:
+    """Whether the bytes of all cache layouts are known."""
+    latent = resolving.kv_layout_id(args, options.words)
+    index = resolving.index_layout_id(args, options.words, latent)
+    own = (id for id in (latent, index) if id.startswith(resolving.PRIVATE))
+    return all(id in options.layouts for id in own)
 
 
 def _deployment(

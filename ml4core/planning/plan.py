@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from ml4core.api import Capabilities, ModelSpec
+from ml4core.api import Capabilities, KVLayout, ModelSpec
 from ml4core.engine import resolve, switches
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
@@ -40,6 +40,7 @@ class PlanOptions:
         fp8: latent layout of ``--kv-cache-dtype`` ``fp8``, ``fp8_e4m3`` and ``auto``.
         backend: what it declares, whose defaults hold where a flag is left out; None: bfloat16
             activations and the caches of ``fp8``.
+        layouts: private ones by id, at the model's widths.
     """
 
     memory: int | None = None
@@ -47,6 +48,7 @@ class PlanOptions:
     decoded: bool = False
     fp8: str = "fp8_ds_mla"
     backend: Capabilities | None = None
+    layouts: Mapping[str, KVLayout] = field(default_factory=dict)
 
     @property
     def words(self) -> Capabilities:
@@ -172,7 +174,8 @@ class Plan:
         """Tokens in the pools, were the latent rows of this layout."""
         if self.pools is None or self.budget is None:
             return None
-        groups = _groups(self.model.spec, layout, self._index_id, self.drafts)
+        private = self.options.layouts
+        groups = _groups(self.model.spec, layout, self._index_id, self.drafts, private)
         pools = self._within(groups)
         return pools.tokens if pools is not None else 0
 
@@ -226,7 +229,7 @@ def make_plan(model: PlannedModel, args: EngineArgs, options: PlanOptions) -> Pl
     block = args.block_size or int(words.defaults.get("block_size", resolve.BLOCK_SIZE))
     groups: tuple[kv.KVGroup, ...] = ()
     try:
-        groups = _groups(spec, layout, index, drafts)
+        groups = _groups(spec, layout, index, drafts, options.layouts)
         for group in groups:
             group.layout.check_block_size(block)
     except ValueError as error:
@@ -269,7 +272,7 @@ def make_plan(model: PlannedModel, args: EngineArgs, options: PlanOptions) -> Pl
         dtype=dtype,
         weights=weights,
         not_loaded={p: b.stored for p, b in whole.items() if p not in weights},
-        row_bytes=row_bytes(spec, index),
+        row_bytes=row_bytes(spec, index, options.layouts),
         layout=layout,
         groups=groups,
         block_size=block,
@@ -283,14 +286,16 @@ def make_plan(model: PlannedModel, args: EngineArgs, options: PlanOptions) -> Pl
     )
 
 
-def row_bytes(spec: ModelSpec, index: str = "planar_f32") -> dict[str, int]:
+def row_bytes(
+    spec: ModelSpec, index: str = "planar_f32", private: Mapping[str, KVLayout] = kv.NONE
+) -> dict[str, int]:
     """Bytes a token over all layers, index keys included, for each of ``LAYOUTS`` that can hold the
     model's rows.
     """
     found = {}
     for layout in LAYOUTS:
         try:
-            groups = kv.target_groups(spec, kv.model_layouts(spec, layout, index))
+            groups = kv.target_groups(spec, kv.model_layouts(spec, layout, index, private))
         except ValueError:  # fp8_ds_mla can't hold every width
             continue
         found[layout] = sum(group.bytes_per_token for group in groups)
@@ -323,6 +328,8 @@ def _depth(spec: ModelSpec, args: EngineArgs) -> int:
     return spec.draft.depth if spec.draft is not None else 0
 
 
-def _groups(spec: ModelSpec, layout: str, index: str, drafts: bool) -> tuple[kv.KVGroup, ...]:
-    groups = kv.target_groups(spec, kv.model_layouts(spec, layout, index))
+def _groups(
+    spec: ModelSpec, layout: str, index: str, drafts: bool, private: Mapping[str, KVLayout]
+) -> tuple[kv.KVGroup, ...]:
+    groups = kv.target_groups(spec, kv.model_layouts(spec, layout, index, private))
     return (*groups, kv.draft_group(spec.draft)) if drafts and spec.draft is not None else groups

@@ -68,3 +68,13 @@ def test_page_tables_that_are_too_large_are_refused() -> None:
     assert code == 1
     assert "REFUSED" in text
     assert "--block-size 2048" in text
+
+
+def test_tiles_are_planned_at_their_bytes() -> None:
+    """Rows of 640 bytes on every layer that owns latents, keys of 132 on owners of an index."""
+    launch = judge(replace(ARGS, data_parallel_start_rank=0), {})
+    assert launch.plan is not None
+    spec = launch.plan.model.spec
+    want = {"latent": 640 * len(spec.kv_owners), "index": 132 * len(spec.index_owners)}
+    assert {group.name: group.bytes_per_token for group in launch.plan.groups} == want
+    assert launch.plan.ranks.ep == 32

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ml4core.api import (
     Capabilities,
     Deployment,
     Device,
+    KVLayout,
+    ModelSpec,
     Probe,
     Refusal,
     Refused,
@@ -16,6 +20,7 @@ from ml4core.api import (
 from ml4core_tpu.capabilities import SERVED, capabilities
 from ml4core_tpu.compilation import compilation_refusals
 from ml4core_tpu.driver import Chip, find_chips
+from ml4core_tpu.layouts import layouts_for
 from ml4core_tpu.libraries import find_libtpu, find_optional, find_runtime
 from ml4core_tpu.release import release
 from ml4core_tpu.runtimes import SWITCHES, runtime_of, runtime_reasons, runtime_refusals
@@ -58,6 +63,10 @@ class TpuBackend:
 
     def capabilities(self, device: Device) -> Capabilities:
         return capabilities(device)
+
+    def layouts_for(self, model: ModelSpec) -> Mapping[str, KVLayout]:
+        """The private layouts of a session of this model, for plans."""
+        return layouts_for(model)
 
     def open(self, deployment: Deployment) -> Session:
         reasons = [

@@ -14,8 +14,9 @@ Values of latent and rope are the number over the cache's one scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from ml4core.api import KVField, KVLayout, KVPart
@@ -148,6 +149,15 @@ def widths_of(model: ModelSpec | None) -> tuple[int, int]:
     if model is None or not model.layers:
         return LATENT, ROPE
     return model.layers[0].kv_lora_rank, max(layer.rope_dim for layer in model.layers)
+
+
+def layouts_for(model: ModelSpec | None) -> Mapping[str, KVLayout]:
+    """The layouts by id at the model's widths; none of latents that no tile holds."""
+    latent, rope = widths_of(model)
+    found = {LANE33: lane33_layout()}
+    if fits_tiles(latent, rope):
+        found |= {TILES: tiles_layout(latent, rope or ROPE), TILES_NOPE: tiles_layout(latent, 0)}
+    return MappingProxyType(found)
 
 
 def layer_bytes(layer: LayerSpec, page: Literal["latent", "index"]) -> int:

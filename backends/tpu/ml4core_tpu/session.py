@@ -36,16 +36,7 @@ from ml4core_tpu.compilation import Told, compilation_cache, release_programs, w
 from ml4core_tpu.executor import BucketExecutor, EagerExecutor
 from ml4core_tpu.expert_weights import packed_experts
 from ml4core_tpu.layer_choice import PROVIDER, layer_refusals
-from ml4core_tpu.layouts import (
-    LANE33,
-    ROPE,
-    TILES,
-    TILES_NOPE,
-    fits_tiles,
-    lane33_layout,
-    tiles_layout,
-    widths_of,
-)
+from ml4core_tpu.layouts import layouts_for
 from ml4core_tpu.ops import act_of, ops_for
 from ml4core_tpu.product_ops import GROUPS
 from ml4core_tpu.programs import Programs
@@ -70,7 +61,7 @@ class TpuSession:
         host_environment()
         self.device = deployment.device
         self.ops: Mapping[str, Callable[..., object]] = ops_for(deployment)
-        self.layouts: Mapping[str, KVLayout] = layouts_of(deployment)
+        self.layouts: Mapping[str, KVLayout] = layouts_for(deployment.model)
         self.collectives: Collectives | None = None
         self.step_buckets: StepBuckets | None = None
         self.executor: StepExecutor = EagerExecutor()
@@ -196,12 +187,3 @@ def _packed(name: str, value: Tensor | Weight) -> Tensor | Weight:
     if isinstance(value, Weight) and name in _EXPERTS and value.format in GROUPS:
         return packed_experts(value, _EXPERTS[name])
     return value
-
-
-def layouts_of(deployment: Deployment) -> Mapping[str, KVLayout]:
-    """The private layouts at the model's widths; none of latents that no tile holds."""
-    latent, rope = widths_of(deployment.model)
-    found = {LANE33: lane33_layout()}
-    if fits_tiles(latent, rope):
-        found |= {TILES: tiles_layout(latent, rope or ROPE), TILES_NOPE: tiles_layout(latent, 0)}
-    return MappingProxyType(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from typing import Any
@@ -170,7 +171,10 @@ def test_the_server_refuses_what_has_not_landed_and_its_own_flags_never(
     ml4: Any, launch: str
 ) -> None:
     done = ml4("serve", *shlex.split(LAUNCHES[launch][0]), "--backend", "cpu", "--dry-run")
-    assert (done.code, done.out) == (3, "")
+    assert done.code == 3
+    told = json.loads(done.out)
+    assert {one["subject"] for one in told["refusals"]} == reasons(launch)
+    assert told["plan"] is None or told["plan"]["weights"]["rank"] > 2**30
     for subject in reasons(launch):
         assert f"  - [core] {subject}: " in done.err
     assert done.err.count("  - [") == len(reasons(launch))

@@ -46,11 +46,11 @@ def shell(line: str, *argv: str) -> subprocess.CompletedProcess[bytes]:
         (["nonsense"], 2),
         (["generate", "m", "--prompt", "a", "--tensor-paralel-size", "8"], 2),
         (["generate", "m", "--prompt", "a", "-tp", "0"], 2),
-        (["generate", "m", "--prompt", "a", "-tp", "8"], 3),
+        (["generate", "m", "--prompt", "a", "-pp", "8"], 3),
         (["generate", "/no/such/folder", "--prompt", "a"], 1),
         (["inspect", "/no/such/folder"], 1),
         (["serve", "--port", "65536"], 2),
-        (["serve", "m", "-tp", "8"], 3),
+        (["serve", "m", "-pp", "8"], 3),
         (["bench", "step", "--part", "nothing"], 2),
     ],
 )

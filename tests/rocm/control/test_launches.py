@@ -4,6 +4,7 @@ what is missing is the hardware, and nothing else.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -238,6 +239,10 @@ def test_the_command_refuses_with_what_was_judged(judged: Judge, hardware: Refus
         timeout=240,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (3, "")
+    assert done.returncode == 3
+    report = json.loads(done.stdout)
+    assert [one["reason"] for one in report["refusals"]] == [r.reason for r in launch.refusals]
+    assert launch.plan is not None
+    assert report["plan"]["weights"]["rank"] == launch.plan.weight_bytes
     told = [line[4:] for line in done.stderr.splitlines() if line.startswith("  - ")]
     assert told == [str(refusal) for refusal in launch.refusals]

@@ -79,8 +79,8 @@ def run(
     """Judge a backend.
 
     Exit code 0: conformant, with waivers too. 1: not conformant. 2: a wrong command line. 3: the
-    backend may not be loaded. 5: incomplete, or nothing judged. 130: interrupted; what was found
-    is written all the same.
+    backend may not be loaded. 5: incomplete, or nothing judged. 130: interrupted, or ended by
+    SIGTERM; what was found is written all the same.
     """
     from ml4core_conformance.progress import Progress
     from ml4core_conformance.report.text import summary

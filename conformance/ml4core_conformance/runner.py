@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from ml4core.cli.signals import Terminated
 from ml4core_conformance.check import Check, Status
 from ml4core_conformance.judge import judge_unit, spoilt
 from ml4core_conformance.processes import Process, died, last_words
@@ -64,7 +65,8 @@ def run(
         absent: why there is no device, where the target's is ``NO_DEVICE``.
         enough: says of a result whether the run may end with it; what is left is NOT-RUN.
 
-    ``KeyboardInterrupt`` ends the run early: checks without a verdict are then NOT-RUN.
+    ``KeyboardInterrupt`` or ``Terminated`` ends the run early: checks without a verdict are then
+    NOT-RUN.
     """
     jobs = default_jobs(target) if jobs is None else jobs
     start = time.monotonic()
@@ -89,7 +91,7 @@ def run(
         else:
             for exclusive, phase in groupby(_exclusive_last(due), _exclusive):
                 _Pool(target, units(phase), 1 if exclusive else jobs, keep).run()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         complete = False
     except _Enough:
         pass

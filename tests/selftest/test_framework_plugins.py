@@ -118,12 +118,15 @@ def test_a_backend_that_dies_or_lies_at_open(
 
 
 @pytest.mark.multiprocess
-def test_ctrl_c_leaves_a_valid_partial_result_and_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_leaves_a_valid_partial_result_and_no_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     mark = tmp_path / "worker.pid"
     hang = f"open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(900)"
     process = Sick(tmp_path, open=hang).start("-k", "to_slots/int32", "--jobs", "1")
     wait_for(lambda: mark.exists() and mark.read_text())
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
     result = load(tmp_path / "r.json")

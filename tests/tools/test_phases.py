@@ -100,6 +100,18 @@ def test_a_part_that_has_no_time_left_saves_and_stops(shape, corpus, tmp_path):
     assert state.load(tmp_path / "main.pt")["step"] == 0
 
 
+def test_a_phase_begins_with_weights_that_no_run_left(shape, corpus, tmp_path):
+    """Those of `unpack` and `read`, which have no optimizer's state."""
+    given = TinyModel(shape.model)
+    weights = {"model": given.state_dict()}
+    state.save(tmp_path / "main.pt", {"step": 0, "modules": weights})
+    phase = MainPhase(settings(6, scale=0.0), corpus, TinyModel(shape.model))
+    assert loop.run(phase, tmp_path, FAR)
+    found = state.load(tmp_path / "main.pt")
+    assert found["step"] == 6
+    assert torch.equal(found["modules"]["model"]["output"], given.output)
+
+
 def test_a_save_that_fails_leaves_the_last_one(tmp_path):
     path = tmp_path / "main.pt"
     state.save(path, {"step": 1})

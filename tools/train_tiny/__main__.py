@@ -30,11 +30,11 @@ def parser() -> argparse.ArgumentParser:
         if name not in ("needles", "documents"):
             one.add_argument("--run", type=Path, required=True, help="folder of this run's state")
             one.add_argument("--shape", default="tiny", help="tiny, dense, or a params.json")
-        if name not in ("export", "pack", "unpack"):
+        if name not in ("export", "pack", "unpack", "read"):
             one.add_argument("--corpus", type=Path, required=True, help="folder with bin/*.bin")
-        if name not in ("needles", "documents", "export", "pack", "unpack", "diagnose"):
+        if name not in ("needles", "documents", "export", "pack", "unpack", "read", "diagnose"):
             one.add_argument("--processes", type=int, default=1, help="each with its own device")
-        if name not in ("needles", "documents", "export", "pack", "unpack"):
+        if name not in ("needles", "documents", "export", "pack", "unpack", "read"):
             one.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
             one.add_argument("--no-compile", action="store_true", help="no compiled kernels")
         return one
@@ -82,6 +82,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--part-bytes", type=int, default=15 << 20)
     one = verb("unpack", "make a run of packed weights")
     one.add_argument("--packed", type=Path, required=True)
+    one.add_argument("--phase", default="sparse", help="the last that the model went through")
+    one = verb("read", "make a run of a checkpoint's weights")
+    one.add_argument("--checkpoint", type=Path, required=True, help="a folder, of any format")
     one.add_argument("--phase", default="sparse", help="the last that the model went through")
     one = verb("needles", "cut the sentences of made documents into tokens")
     one.add_argument("--tokenizer", type=Path, required=True, help="a tekken file")

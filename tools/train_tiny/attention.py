@@ -38,13 +38,14 @@ def attend(
 
 
 def weights_of_rows(q: Tensor, k: Tensor, rows: Tensor, scale: float) -> Tensor:
-    """Attention weights summed over heads, fp32 [B, Q, T], of the queries at positions `rows`.
+    """Each key's largest attention weight in any head, fp32 [B, Q, T], of the queries at positions
+    `rows`.
 
     q [B, Q, N, D], k [B, T, N, D], rows [B, Q].
     """
     scores = torch.einsum("bqnd,btnd->bnqt", q, k).float() * scale
     hidden = torch.arange(k.shape[1], device=k.device) > rows.unsqueeze(-1)
-    return scores.masked_fill(hidden.unsqueeze(1), float("-inf")).softmax(-1).sum(1)
+    return scores.masked_fill(hidden.unsqueeze(1), float("-inf")).softmax(-1).amax(1)
 
 
 def fastest_kernel(

@@ -27,6 +27,7 @@ from tools.train_tiny.indexer import index_scores
 from tools.train_tiny.model import TinyModel
 from tools.train_tiny.phases import DraftPhase, IndexPhase, MainPhase, Phase, Settings, SparsePhase
 from tools.train_tiny.ranks import Ranks, join
+from tools.train_tiny.read import read_decoder, read_drafter
 from tools.train_tiny.retrieval import FILE, Needles, write_needles
 from tools.train_tiny.rounding import round_
 
@@ -230,6 +231,18 @@ def unpack(args: Namespace, started: float) -> dict[str, Any]:
     return {}
 
 
+def read(args: Namespace, started: float) -> dict[str, Any]:
+    """A run of a checkpoint's weights; otherwise as `unpack`."""
+    shape = load_shape(args.shape)
+    model, drafter = TinyModel(shape.model), Drafter(shape.draft)
+    read_decoder(args.checkpoint, model)
+    read_drafter(args.checkpoint, drafter)
+    for phase, name, module in ((args.phase, "model", model), ("draft", "drafter", drafter)):
+        weights = module.state_dict()
+        state.save(args.run / f"{phase}.pt", {"step": 0, "modules": {name: weights}})
+    return {}
+
+
 def needles(args: Namespace, started: float) -> dict[str, Any]:
     write_needles(args.tokenizer, args.corpus / FILE)
     return {"bytes": (args.corpus / FILE).stat().st_size}
@@ -293,6 +306,7 @@ COMMANDS: Mapping[str, Callable[[Namespace, float], dict[str, Any]]] = MappingPr
         "export": write,
         "pack": pack,
         "unpack": unpack,
+        "read": read,
         "needles": needles,
         "documents": documents,
         "diagnose": look,

@@ -129,6 +129,8 @@ def _resume(phase: Phase, path: Path) -> int:
     content = state.load(path, phase.device)
     for name, module in phase.modules.items():
         module.load_state_dict(content["modules"][name])
+    if "optimizers" not in content:  # weights that `unpack` or `read` left, to begin with
+        return 0
     phase.optimizers.load_state_dict(content["optimizers"])
     phase.settings.steps = content["steps"]
     step: int = content["step"]

@@ -152,8 +152,9 @@ class MainPhase(Phase):
 class IndexPhase(Phase):
     """The indexers alone learn to score keys as the layers' attention weighs them.
 
-    Their target is the attention, summed over the heads of all layers that share a selection, of
-    queries that tell an answer before others.
+    Their target is a key's largest attention weight in any head of the layers that share a
+    selection, so that one head's need isn't lost among those of many. Queries that tell an answer
+    come before others.
     """
 
     name = "indexer"
@@ -229,7 +230,8 @@ def index_loss(model: TinyModel, steps: list[Step], rows: Tensor) -> Tensor:
                 attention = model.block(layer).attention
                 q = attention.query(rows_of(steps[layer].normed, rows), here)
                 k = attention.keys(steps[layer].rows)
-                target = target + weights_of_rows(q, k, rows, attention.scale)
+                weights = weights_of_rows(q, k, rows, attention.scale)
+                target = torch.maximum(target, weights)
             target = target / target.sum(-1, keepdim=True)
         indexer = model.indexer(owner)
         total = total + indexer.loss(steps[owner].normed.detach(), at, rows, target)

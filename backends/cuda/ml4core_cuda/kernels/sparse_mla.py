@@ -60,8 +60,7 @@ def filled(rows: int, heads: int, processors: int) -> Tiling:
     """The sizes in form 1.
 
     Tiles of 64 heads have tiles of 64 keys: decoded keys and queries take two thirds of shared
-    memory. With fewer heads, keys are rows of the products, 128 for eight warps; of one row's keys
-    smaller tiles make more programs.
+    memory. With fewer heads, keys are rows of the products, 128 for eight warps.
     """
     tile = 64 if heads > tile_mla.KEY_MAJOR_HEADS else max(16, next_power(heads))
     programs = max(1, rows * -(-heads // tile))
@@ -70,8 +69,7 @@ def filled(rows: int, heads: int, processors: int) -> Tiling:
         keys = 32 if splits > 32 else 64
         return Tiling(tile, keys, splits, 8, 1, form=1)
     # Eight warps have no registers to ask ahead for the rows of as many heads.
-    fetch = int(tile < 32 or splits > 16)
-    return Tiling(tile, 64 if splits > 16 else 128, splits, 8, 1, form=1, fetch=fetch)
+    return Tiling(tile, tile_mla.KEY_ROWS, splits, 8, 1, form=1, fetch=int(tile < 32))
 
 
 def shape_key(layout: str, rows: int, heads: int, keys: int) -> str:

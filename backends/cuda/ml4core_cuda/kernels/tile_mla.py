@@ -32,6 +32,10 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 KEY_MAJOR_HEADS = 32
 """Heads of a tile up to which keys are the left operand."""
+KEY_ROWS = 128
+"""Keys of such a tile, 16 for each of eight warps. Of 64, by four or eight warps, Triton 3.6 makes
+code that is wrong on an H200, up to accesses out of memory."""
+_KEY_ROWS = tl.constexpr(KEY_ROWS)
 
 
 @triton.jit
@@ -81,6 +85,7 @@ def tile_mla_kernel(
     """``KEY_MAJOR``: keys are the left operand. ``JOINED``: the launch that joins the parts may
     come up while this one runs.
     """
+    tl.static_assert(not KEY_MAJOR or BK == _KEY_ROWS, "see KEY_ROWS")
     let_next_begin(DEPENDENT or JOINED)
     wait_for_previous(DEPENDENT)
     # Splits of one row stand together, so that its queries are read once into L2.

@@ -15,11 +15,8 @@ def grid(**values: tuple[int, ...]) -> tuple[Sizes, ...]:
 
 _MANY_HEADS = ((64, 1, 1), (64, 0, 1), (64, 1, 0), (32, 1, 1), (32, 0, 1))
 """Keys of a tile, whether they are decoded in integers, and asked for ahead."""
-_FEW_HEADS = (
-    *((128, 8, 1, 1), (128, 8, 0, 1), (128, 8, 0, 0)),
-    *((64, 4, 1, 1), (64, 4, 0, 1), (64, 8, 1, 1), (64, 8, 0, 1)),
-)
-"""The same, with warps behind the keys."""
+_FEW_HEADS = ((128, 1, 1), (128, 0, 1), (128, 0, 0))
+"""The same for up to 32 heads, of which the kernel has no other tile."""
 _BY_SLOTS = ((16, 64, 8, 2), (64, 64, 8, 2))
 """Heads, keys, warps and stages of the form that serves all rows."""
 
@@ -27,15 +24,11 @@ _BY_SLOTS = ((16, 64, 8, 2), (64, 64, 8, 2))
 def sparse_mla(rows: int, heads: int, keys: int, units: int = 132) -> tuple[Sizes, ...]:
     """Tiles of either form, and splits for a half, one and two programs a multiprocessor."""
     tile = 64 if heads > 32 else max(16, heads)
-    if heads > 32:
-        tried = [(k, 8, i, f, (0.5, 1)) for k, i, f in _MANY_HEADS]
-    else:
-        tried = [(k, w, i, f, (0.5, 1) if k == 128 else (1, 2)) for k, w, i, f in _FEW_HEADS]
     found: dict[tuple[int, ...], Sizes] = {}
-    for block, warps, integers, fetch, waves in tried:
-        for wave in waves:
+    for block, integers, fetch in _MANY_HEADS if heads > 32 else _FEW_HEADS:
+        for wave in (0.5, 1):
             splits = _splits(rows * -(-heads // tile), keys, block, wave, units)
-            sizes = dict(heads=tile, keys=block, splits=splits, warps=warps, stages=1, form=1)
+            sizes = dict(heads=tile, keys=block, splits=splits, warps=8, stages=1, form=1)
             sizes |= dict(integers=integers, fetch=fetch)
             found[tuple(sizes.values())] = sizes
     for tile, block, warps, stages in _BY_SLOTS:

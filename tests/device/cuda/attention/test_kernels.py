@@ -39,8 +39,8 @@ def test_splits_join_to_the_whole(
 
     draw = torch.Generator().manual_seed(splits)
     cache = latents(device, 16, draw)
-    keys = 64 if form else 32
-    tiling = module.Tiling(16, keys, splits, 4, 2 - form, form=form, integers=integers)
+    keys, warps = (128, 8) if form else (32, 4)
+    tiling = module.Tiling(16, keys, splits, warps, 2 - form, form=form, integers=integers)
     monkeypatch.setattr(module, "filled", lambda *sizes: tiling)
     monkeypatch.setattr(module, "tiling", lambda *sizes: tiling)
     q = torch.randn(3, 8, 576, generator=draw).bfloat16()

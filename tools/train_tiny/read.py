@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def read_drafter(folder: Path, drafter: Drafter) -> None:
     reader, report = _reader(checkpoint, validate_draft(checkpoint, drafter.spec))
     _fill(reader, report, draft_tensors(drafter))
     for spec, layer in zip(drafter.spec.layers, drafter.layers, strict=True):
-        _fill_up(reader, f"{DRAFT}layers.{spec.index}.{_UP}", layer)
+        _fill_up(reader, f"{DRAFT}layers.{spec.index}.{_UP}", cast(DraftLayer, layer))
 
 
 def _reader(checkpoint: Checkpoint, report: TensorReport) -> tuple[WeightReader, TensorReport]:

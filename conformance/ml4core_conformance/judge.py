@@ -17,6 +17,9 @@ from ml4core_conformance.subject import Subject
 _OURS = str(Path(__file__).parent)
 _FRAMES = 4
 
+DEVICE_LOST = "DeviceLost"
+"""What a check raised, in its result, if nothing did and the device no longer works."""
+
 
 def judge(subject: Subject, check: Check) -> CheckResult:
     """The result of a check. Whatever Python can catch is in it; interruptions are passed on."""
@@ -51,6 +54,21 @@ def spoilt(result: CheckResult, reason: str, error: BaseException | str) -> Chec
     raised = error if isinstance(error, str) else type(error).__name__
     reason = f"after the checks of this unit: {reason}"
     return replace(result, status=Status.FAIL, reason=reason, raised=raised)
+
+
+def lost_with(result: CheckResult, why: str) -> CheckResult:
+    """The result of a check after which the device no longer works. What was red keeps its status
+    and what it raised; what was not is an ERROR.
+    """
+    lost = (
+        f"the device was lost with this check: {why}. The checks before it in this process left "
+        "it working; faults are told late, so that any call of this check may be the one at fault"
+    )
+    if result.status in (Status.FAIL, Status.ERROR):
+        return replace(result, reason=f"{result.reason}\n{lost}")
+    ended = f"{result.status} {result.reason}".rstrip()
+    reason = f"{lost}. The check itself ended as {ended}"
+    return replace(result, status=Status.ERROR, reason=reason, raised=DEVICE_LOST)
 
 
 def described(error: BaseException) -> str:

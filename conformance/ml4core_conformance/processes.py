@@ -25,18 +25,20 @@ class Process:
     Attributes:
         log: the file that has what it printed.
         dead: whether it ended, as far as ``received`` has seen.
+        doubted: whether it tries the device before it judges.
     """
 
-    def __init__(self, target: Target, log: Path, threads: int) -> None:
+    def __init__(self, target: Target, log: Path, threads: int, *, doubted: bool = False) -> None:
         # Imported by name in the new process, so that this module needs no torch.
         from ml4core_conformance.worker import work
 
         context = _context()
         self.log = log
+        self.doubted = doubted
         self.dead = False
         self._pipe, theirs = context.Pipe()
         self._process: Any = context.Process(  # type: ignore[attr-defined]
-            target=work, args=(target, theirs, str(log), threads), daemon=False
+            target=work, args=(target, theirs, str(log), threads, doubted), daemon=False
         )
         self._process.start()
         theirs.close()

@@ -13,16 +13,19 @@ from tempfile import TemporaryDirectory
 
 from ml4core.cli.signals import Terminated
 from ml4core_conformance.check import Check, Status
-from ml4core_conformance.judge import judge_unit, spoilt
+from ml4core_conformance.judge import DEVICE_LOST, judge_unit, spoilt
 from ml4core_conformance.processes import Process, died, last_words
 from ml4core_conformance.results import CheckResult
 from ml4core_conformance.target import NO_DEVICE, Target, Unloadable
-from ml4core_conformance.worker import CLOSING_S, DONE, READY, RESULT
+from ml4core_conformance.worker import BROKEN, CLOSING_S, DONE, READY, RESULT, UNUSABLE
 
 START_S = 180.0
 """Seconds in which a worker must have loaded the plugin."""
 GRACE_S = 1.0
 """Seconds in which a worker that is late dumps its stack."""
+
+TRIES = 3
+"""Fresh workers in a row that can't use the device, after which it counts as dead for good."""
 
 Observer = Callable[[CheckResult], None]
 
@@ -148,6 +151,8 @@ class _Pool:
         self._jobs = max(1, min(jobs, len(queue)))
         self._keep = keep
         self._workers: list[_Worker] = []
+        self._lost_with = ""  # id of the check with which a worker lost the device, the latest
+        self._unusable = 0  # fresh workers in a row that can't use it
 
     def run(self) -> None:
         with TemporaryDirectory(prefix="ml4-conformance-") as folder:
@@ -174,23 +179,31 @@ class _Pool:
     def _start(self) -> None:
         log = self._folder / f"{time.monotonic_ns()}.txt"
         threads = max(1, cores() // self._jobs)
-        process = Process(self._target, log, threads)
+        process = Process(self._target, log, threads, doubted=bool(self._lost_with))
         unit, deadline = self._queue.pop(0), time.monotonic() + START_S
         self._workers.append(_Worker(process, unit, deadline, self._target.limit))
 
     def _listen(self, worker: _Worker) -> None:
         """Takes all that a worker has said; notes its death, if that is what it was."""
         for word, result in worker.process.received():
-            if word == RESULT:
+            if word == UNUSABLE:
+                self._unused(worker, why=result)
+                return
+            if word in (RESULT, BROKEN):
                 worker.last = result
                 worker.at = min(worker.at + 1, len(worker.unit))
                 self._keep(result)
+            if word == BROKEN:
+                self._replace(worker)
+                return
             if word == DONE:
                 self._next(worker)
                 return
             worker.deadline = time.monotonic() + worker.limit + GRACE_S
             if word == READY:
                 worker.ready = True
+                if worker.process.doubted:
+                    self._unusable = 0
                 worker.process.send([check.id for check in worker.unit])
         if worker.process.dead:
             self._lost(worker, late=False)
@@ -199,11 +212,38 @@ class _Pool:
         """Gives it the next unit; ends it where its unit or the next is to be isolated."""
         last = worker.unit[0].isolated or not self._queue or self._queue[0][0].isolated
         if last:
-            self._workers.remove(worker)
-            worker.process.kill()
+            self._end(worker)
             return
         worker.begin(self._queue.pop(0))
         worker.process.send([check.id for check in worker.unit])
+
+    def _replace(self, worker: _Worker) -> None:
+        """A worker has lost the device with its last result: a fresh one goes on in its place."""
+        assert worker.last is not None
+        self._lost_with = worker.last.id
+        self._end(worker)
+        if rest := worker.unit[worker.at :]:
+            self._queue.insert(0, rest)
+
+    def _unused(self, worker: _Worker, why: str) -> None:
+        """A fresh worker can't use the device: another one tries, or nothing is left to try."""
+        self._end(worker)
+        self._queue.insert(0, worker.unit)
+        self._unusable += 1
+        if self._unusable < TRIES:
+            return
+        name = self._target.device.torch_device
+        reason = (
+            f"the device {name!r} is dead: after {self._lost_with} had lost it, {TRIES} fresh "
+            f"processes in a row could not compute there, the last one because: {why}"
+        )
+        left, self._queue[:] = [check for unit in self._queue for check in unit], []
+        for check in left:
+            self._keep(CheckResult.of(check, Status.ERROR, reason, raised=DEVICE_LOST))
+
+    def _end(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        worker.process.kill()
 
     def _lost(self, worker: _Worker, *, late: bool) -> None:
         """A worker is late or dead: that is the verdict on what it was at."""

@@ -10,6 +10,7 @@ from ml4core.api import Backend, Deployment, Device, Refused
 from ml4core.registry import PluginRecord, load_plugin
 from ml4core_conformance.catalog import all_checks
 from ml4core_conformance.check import Check, slowness
+from ml4core_conformance.device_state import DeviceState
 from ml4core_conformance.own_checks import resolved
 from ml4core_conformance.subject import Subject
 
@@ -31,6 +32,7 @@ class Target:
         wrap: makes a mutant of the honest backend; a function or instance of a module.
         seeds, options, small: as in ``Subject``.
         source: where the checks come from.
+        state: tells whether the device still works for a process.
     """
 
     device: Device
@@ -41,6 +43,7 @@ class Target:
     options: Mapping[str, Any] = field(default_factory=dict)
     small: bool = False
     source: Source = all_checks
+    state: DeviceState = field(default_factory=DeviceState)
 
     @property
     def name(self) -> str:

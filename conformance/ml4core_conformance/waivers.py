@@ -32,7 +32,7 @@ class Waiver:
     Attributes:
         check: id of the check.
         raises: type of the exception that it must end with: ``CheckFailed``, ``TimeoutError``,
-            ``ProcessDied``, or the backend's own.
+            ``ProcessDied``, ``DeviceLost``, or the backend's own.
         expires: the last day on which it counts.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ml4core_conformance.check import Check, Status
-from ml4core_conformance.judge import described, judge_unit
+from ml4core_conformance.judge import DEVICE_LOST, described, judge_unit, lost_with, spoilt
 from ml4core_conformance.results import CheckResult
 from ml4core_conformance.subject import Subject
 from ml4core_conformance.target import Target, Unloadable
@@ -22,13 +22,19 @@ CLOSING_S = 60.0
 READY, RESULT, DONE = "ready", "result", "done"
 """Words that a worker sends: once it can judge, with each result, and after each unit."""
 
+BROKEN, UNUSABLE = "broken", "unusable"
+"""Its last words: with a result, in place of ``RESULT``, after which the device no longer works for
+this process; with the reason, in place of ``READY``, if the device never did.
+"""
 
-def work(target: Target, connection: Connection, log: str, threads: int) -> None:
-    """Judges the units that come as lists of check ids, until None comes.
+
+def work(target: Target, connection: Connection, log: str, threads: int, doubted: bool) -> None:
+    """Judges the units that come as lists of check ids, until None comes or the device is lost.
 
     Args:
         log: file that takes what this process prints; emptied before each unit.
         threads: of torch, at most.
+        doubted: whether to try the device first, as other processes have lost it.
     """
     os.setsid()  # a group of its own, so that all of it can be ended, and Ctrl-C is the parent's
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -36,6 +42,9 @@ def work(target: Target, connection: Connection, log: str, threads: int) -> None
     os.dup2(output, 2)
     faulthandler.enable(file=2)
     torch.set_num_threads(max(1, min(torch.get_num_threads(), threads)))
+    if doubted and (why := target.state.unusable(target.device)):
+        connection.send((UNUSABLE, why))
+        return
     backend, suite = target.load(), target.suite()
     connection.send((READY, None))
     while (ids := connection.recv()) is not None:
@@ -48,9 +57,18 @@ def work(target: Target, connection: Connection, log: str, threads: int) -> None
             if isinstance(backend, Unloadable)
             else judge_unit(target.subject(backend), unit)
         )
+        result = None
         for result, limit in zip(results, limits, strict=False):
+            # After each check, and not where one is red alone, so that a fault is of the right one.
+            if why := target.state.lost(target.device):
+                connection.send((BROKEN, lost_with(result, why)))
+                return
             connection.send((RESULT, result))
             faulthandler.dump_traceback_later(limit, file=2)
+        if result is not None and (why := target.state.lost(target.device)):
+            reason = f"closing the session lost the device: {why}"
+            connection.send((BROKEN, spoilt(result, reason, DEVICE_LOST)))
+            return
         faulthandler.cancel_dump_traceback_later()
         connection.send((DONE, None))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,11 +45,18 @@ def no_waits(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        _tell_waits("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        _tell_waits(before)
+
+
+def _tell_waits(mode: int | str) -> None:
+    """Sets the mode. torch warns that it is a prototype; as an error that would leave it set."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 class Table:

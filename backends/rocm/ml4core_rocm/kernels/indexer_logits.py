@@ -1,7 +1,8 @@
 """``indexer_logits``: scores of the lightning indexer over paged keys.
 
 The kernel is ``score_keys``. Codes go from the cache to the matrix units of gfx950 as they are;
-gfx942, whose units don't take e4m3fn, has them in float16.
+gfx942, whose units don't take e4m3fn, has them in float16. So has Hopper, where the sources are
+checked: its FP8 products keep too few bits of a sum for the contract.
 
 Rate model (MI350X, 8 TB/s; 32 heads): 132 bytes and 8,192 operations a key and row, so that bytes
 count up to some 30 rows a request. 64k keys of one row are 8.7 MB, 1.1 us.
@@ -12,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ml4core.api import KVCache
-from ml4core_rocm.kernels.target import fp8_products
+from ml4core_rocm.kernels.target import exact_fp8_products
 from ml4core_triton.kernels import score_keys
 from ml4core_triton.kernels.score_keys import Tiling
 
@@ -52,4 +53,4 @@ def scores(
 ) -> Tensor:
     """``indexer_logits``; without ``fill``, what a row doesn't see is left as the memory was."""
     given = (q, weights, scale, cache, block_table, query_start, visible, max_rows)
-    return score_keys.scores(*given, tiling, codes=fp8_products(q.device), fill=fill)
+    return score_keys.scores(*given, tiling, codes=exact_fp8_products(q.device), fill=fill)

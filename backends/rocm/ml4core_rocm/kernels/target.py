@@ -32,6 +32,13 @@ def fp8_products(device: torch.device) -> bool:
     return arch_of(device) != "gfx942"
 
 
+def exact_fp8_products(device: torch.device) -> bool:
+    """Whether they take e4m3fn and keep the fp32 bits of a sum, as gfx950's do: Hopper's, on which
+    the sources are checked, keep about 14.
+    """
+    return arch_of(device) == "gfx950"
+
+
 def ahead(arch: str) -> AbstractContextManager[None]:
     """While it lasts, launches without a GPU are those of this architecture."""
     return target.ahead(Target(arch, _UNITS[arch], lanes=64))

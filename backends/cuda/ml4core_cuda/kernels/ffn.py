@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ml4core.api import MoESpec, Weight
 from ml4core_cuda.kernels.gemm import gemm
-from ml4core_cuda.kernels.moe_experts import each_choice, moe_experts, takes_one_row
-from ml4core_cuda.kernels.moe_row import one_row
+from ml4core_cuda.kernels.moe_experts import each_choice, moe_experts, taken_apart
+from ml4core_cuda.kernels.moe_row import rows_apart
 from ml4core_triton.kernels.all_reduce_rms_norm import add_rms_norm
 from ml4core_triton.kernels.numeric import narrow, next_power, widen
 from ml4core_triton.kernels.rms_norm import normed, warps_for
@@ -69,14 +69,14 @@ def moe_ffn(
         shared = pair(w, "shared") if moe.shared_width else None
         if shared is None or not alike(routed, shared) or not hidden.shape[0]:
             return _apart(w, moe, eps, act, residual, hidden, next_norm)
-        single = takes_one_row(hidden, act)
+        apart = taken_apart(hidden, routed[0], act)
         hidden = hidden.contiguous()
         weights, ids = route(
-            hidden, gate, moe.topk, moe.renormalize, moe.routed_scale, shared=True, ahead=single
+            hidden, gate, moe.topk, moe.renormalize, moe.routed_scale, shared=True, ahead=apart
         )
-        if single:  # its launches follow each other closely
+        if apart:  # its launches follow each other closely
             out = torch.empty_like(hidden)
-            one_row(hidden, *routed, shared, weights, ids, 0, out, ahead=True)
+            rows_apart(hidden, *routed, shared, weights, ids, 0, out, ahead=True)
             return add_rms_norm(out, residual, next_norm, eps, ahead=True)
         each = each_choice(hidden, *routed, shared, weights, ids, 0, act)
         return _combined(each, weights, residual, next_norm, eps)

@@ -18,7 +18,7 @@ from ml4core.api import MoESpec
 from ml4core_cuda.kernels.gemm import RowTiling, row_tiling
 from ml4core_cuda.kernels.moe_row import shape_key
 from ml4core_cuda.kernels.prefetch import prefetch_rows
-from ml4core_cuda.kernels.row_sums import APART, IN_TURN, TOGETHER, block_scales
+from ml4core_cuda.kernels.row_sums import APART, IN_TURN, TOGETHER, block_scales, group_sums
 from ml4core_cuda.kernels.target import device_name, most_registers
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
@@ -101,42 +101,36 @@ def _weighted_rows(
     always being read. ``ROWS`` as for ``row_sum``, whose layout this has.
     """
     SIZE: tl.constexpr = 1 if FORMAT >= _CODES else (2 if FORMAT == _BF16 else 4)
-    EACH: tl.constexpr = 4 if SIZE == 4 else 8
-    chunk = tl.arange(0, BK // EACH)
-    local = chunk[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    EACH: tl.constexpr = 16 // SIZE
+    COUNT: tl.constexpr = BK // EACH
+    column, group = tl.arange(0, BK), tl.arange(0, COUNT)
     kept = tl.where(fits, rows, 0)
-    line = kept.to(tl.int64)[None, :, None] * K
+    line = kept.to(tl.int64)[:, None] * K
     apart, scales_apart = _behind(data, shared, SIZE), _behind(scale, shared_scale, 4)
     turns = tl.cdiv(K, BK)
-    acc = tl.zeros([BK // EACH, BN], tl.float32)
+    acc = tl.zeros([BN, COUNT], tl.float32)
     for turn in tl.range(0, count * turns, num_stages=STAGES):
         choice = first + turn // turns
         k0 = (turn % turns) * BK
         expert = _one_of(experts, choice, PLACES).to(tl.int64)
         weight = _one_of(weights, choice, PLACES)
         offset = tl.multiple_of(tl.where(expert == E, apart, expert * N * K), 16)
-        columns = k0 + local
+        columns = k0 + column
         # What has no weight isn't read: it may hold anything.
         inside = columns < tl.where(weight != 0, K, 0)
         one = widen(tl.load(x + choice * K + columns, mask=inside, other=0.0)) * weight
-        where = data + offset + line + columns[:, None, :]
-        value = tl.load(where, mask=inside[:, None, :], other=0)
+        where = data + offset + line + columns[None, :]
+        value = tl.load(where, mask=inside[None, :], other=0)
         value = widen(value) if FORMAT < _CODES else decoded(value, tl.float32, False)
+        found = group_sums(value, one, BN, COUNT, EACH)
         if FORMAT == _FP8_BLOCK:
             own = tl.where(expert == E, scales_apart, expert * scale_size)
-            at = k0 // _COLUMNS + chunk // (_COLUMNS // EACH)
-            factor = block_scales(scale + own, kept, at, K, BN, ROWS, False)
-            if ROWS == _TOGETHER:
-                found = tl.sum(value * (one * factor)[:, None, :], axis=2)
-            else:
-                found = tl.sum(value * one[:, None, :], axis=2) * factor
+            at = k0 // _COLUMNS + group // (_COLUMNS // EACH)
+            found = found * block_scales(scale + own, kept, at, K, BN, ROWS, False)
         elif FORMAT >= _CODES:
-            one = one * tl.load(scale + tl.where(expert == E, scales_apart, expert))
-            found = tl.sum(value * one[:, None, :], axis=2)
-        else:
-            found = tl.sum(value * one[:, None, :], axis=2)
+            found = found * tl.load(scale + tl.where(expert == E, scales_apart, expert))
         acc += found
-    return tl.sum(acc, axis=0)
+    return tl.sum(acc, axis=1)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from ml4core.api import Weight
 from ml4core_cuda.kernels import many_experts
 from ml4core_cuda.kernels.activations import Activation, activation
 from ml4core_cuda.kernels.expert_matrix import expert_matrix
-from ml4core_cuda.kernels.moe_row import one_row
+from ml4core_cuda.kernels.moe_row import rows_apart
 from ml4core_cuda.kernels.products import CODES_BY_ROW, KIND_NAMES, stages_within, tile_sum
 from ml4core_cuda.kernels.target import arch_of, device_name
 from ml4core_cuda.tuned import sizes_for
@@ -44,6 +44,7 @@ from ml4core_triton.kernels.weights import (
 )
 
 _BY_ROW = tl.constexpr(CODES_BY_ROW)
+_FP4_ROWS_APART = 8
 
 
 @dataclass(frozen=True)
@@ -180,17 +181,21 @@ def moe_experts(
         return out
     first = first_expert or 0
     weights, ids = weights.contiguous(), ids.contiguous()
-    if takes_one_row(x, act):
-        one_row(x.contiguous(), inner, outer, None, weights, ids, first, out)
+    if taken_apart(x, inner, act):
+        rows_apart(x.contiguous(), inner, outer, None, weights, ids, first, out)
         return out
     each = each_choice(x, inner, outer, None, weights, ids, first, act)
     combine(each, weights, ids, out, first, inner.matrices)
     return out
 
 
-def takes_one_row(x: Tensor, act: str | None) -> bool:
-    """Whether ``moe_row`` serves: one row, as it is."""
-    return x.shape[0] == 1 and act is None
+def taken_apart(x: Tensor, w: WeightArgs, act: str | None) -> bool:
+    """Whether ``moe_row`` serves: one row as it is, or so few that each has experts of its own.
+
+    Of FP4 only: decoding costs more than bytes there, and a tile decodes for 16 rows at least what
+    few of them need.
+    """
+    return x.shape[0] <= (_FP4_ROWS_APART if is_fp4(w.format) else 1) and act is None
 
 
 def each_choice(

@@ -1,4 +1,4 @@
-"""Routed experts of a single row: each chosen expert is a product with one row.
+"""Routed experts of a single row, or of a few: each chosen expert is a product with one row.
 
 Two launches. The first takes a few rows of w1 and w3 of one choice a program; the second a few rows
 of w2 of every choice, in their order, so that the weighted sum never leaves the registers.
@@ -35,10 +35,14 @@ def _gated_row_kernel(
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr,
     STAGES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """silu(w1 x) * (w3 x) of each choice, out [topk, W]: grid (tiles of W, topk). ``WHOLE``: W is a
-    multiple of 128, and so of BN.
+    """silu(w1 x) * (w3 x) of each choice, out [T, topk, W]: grid (tiles of W, topk, T). ``WHOLE``:
+    W is a multiple of 128, and so of BN.
     """
-    choice = tl.program_id(1)
+    choice, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    x += token * K
+    weights += token * tl.num_programs(1)
+    ids += token * tl.num_programs(1)
+    out += token * tl.num_programs(1) * W
     STORED: tl.constexpr = 2 if FORMAT >= 4 else 1
     SIZE: tl.constexpr = data.dtype.element_ty.primitive_bitwidth // 8
     # Rows of w1 and of w3 in turn, so that one loop reads both.
@@ -73,7 +77,12 @@ def _outer_row_kernel(
     TOPK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
     SHARED: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The weighted sum of w2 times x [topk, K], out [H]: grid (tiles of H,)."""
+    """The weighted sum of w2 times x [T, topk, K], out [T, H]: grid (tiles of H, T)."""
+    token = tl.program_id(1).to(tl.int64)
+    x += token * TOPK * K
+    weights += token * TOPK
+    ids += token * TOPK
+    out += token * H
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     fits = rows < H
     STORED: tl.constexpr = 2 if FORMAT >= 4 else 1
@@ -105,7 +114,7 @@ def shape_key(format: str, part: str, columns: int, inner: int, topk: int) -> st
     return f"{format} {part} {columns}x{inner}, {topk} choices"
 
 
-def one_row(
+def rows_apart(
     x: Tensor,
     w13: WeightArgs,
     w2: WeightArgs,
@@ -117,11 +126,11 @@ def one_row(
     *,
     ahead: bool = False,
 ) -> None:
-    """Fills ``out`` [1, H] with the experts ``ids`` [1, topk] of ``x`` [1, H]. With ``shared`` (its
-    w13 and w2), id E is that expert, and the last choice. ``ahead``: the launches may begin before
-    the end of the one before each.
+    """Fills ``out`` [T, H] with the experts ``ids`` [T, topk] of ``x`` [T, H], each row by itself.
+    With ``shared`` (its w13 and w2), id E is that expert, and the last choice. ``ahead``: the
+    launches may begin before the end of the one before each.
     """
-    topk, units, name = ids.shape[1], units_of(x.device), device_name(x.device)
+    (rows, topk), units, name = ids.shape, units_of(x.device), device_name(x.device)
 
     def sizes(part: str, w: WeightArgs, columns: int, matrices: int) -> RowTiling:
         default = row_tiling(columns, w.columns, matrices, units)
@@ -131,9 +140,9 @@ def one_row(
         return sizes_for("moe_row", name, shape, default)
 
     other13, other2 = shared or (w13, w2)
-    inner = x.new_empty(topk, w2.columns)
+    inner = x.new_empty(rows, topk, w2.columns)
     plan = sizes("gated", w13, w2.columns, topk)
-    _gated_row_kernel[(triton.cdiv(w2.columns, plan.columns), topk)](
+    _gated_row_kernel[(triton.cdiv(w2.columns, plan.columns), topk, rows)](
         x, w13.data, w13.scale, w13.row_scale, other13.data, other13.scale, other13.row_scale,
         weights, ids, inner, w2.columns, w13.columns,
         w13.scale_size, first_expert, w13.matrices,
@@ -143,7 +152,7 @@ def one_row(
         **dependent(ahead),
     )  # fmt: skip
     plan = sizes("outer", w2, w2.rows, 1)
-    _outer_row_kernel[(triton.cdiv(w2.rows, plan.columns),)](
+    _outer_row_kernel[(triton.cdiv(w2.rows, plan.columns), rows)](
         inner, w2.data, w2.scale, w2.row_scale, other2.data, other2.scale, other2.row_scale,
         weights, ids, out, w2.rows, w2.columns, w2.scale_size, first_expert, w2.matrices,
         TOPK=topk, BN=plan.columns, BK=plan.block, FORMAT=w2.format,

@@ -105,56 +105,6 @@ def tile_sum(
     read the first one, and what they sum to is of no meaning. What ``whole_scale`` gives, and
     scales a row of the activation, are left to the caller.
     """
-    if FORMAT == _FP8_BLOCK and ACT == 0 and tl.bfloat16 == WIDE and BM >= 64:
-        found = _upright_sum(
-            x, x_rows, x_fits, data, scale, rows, row_fits, k_begin, k_end, K, BN, BM, ALIGNED,
-            EVEN,
-        )  # fmt: skip
-    else:
-        found = _flat_sum(
-            x, x_rows, x_fits, x_scale, scale_rows, data, scale, rows, row_fits, k_begin, k_end, K,
-            BN, BM, FORMAT, ACT, WIDE, ALIGNED, EVEN,
-        )  # fmt: skip
-    return found
-
-
-@triton.jit
-def _upright_sum(
-    x, x_rows, x_fits, data, scale, rows, row_fits, k_begin, k_end, K,
-    BN: tl.constexpr, BM: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Of ``fp8_block`` and bf16 rows that fill the tall side of the matrix units. Codes are read
-    and decoded 16 at a time, and go through shared memory once more.
-    """
-    if ALIGNED:
-        block_row = (tl.min(rows, axis=0) // _TILE).to(tl.int64) * tl.cdiv(K, _TILE)
-    if EVEN:
-        rows, x_rows = tl.where(row_fits, rows, 0), tl.where(x_fits, x_rows, 0)
-    acc = tl.zeros([BM, BN], tl.float32)
-    for k0 in range(k_begin, k_end, _TILE):
-        columns = k0 + tl.arange(0, _TILE)
-        where = x + x_rows[:, None] + columns[None, :]
-        if EVEN:
-            one = tl.load(where)
-        else:
-            one = tl.load(where, mask=x_fits[:, None] & (columns < K)[None, :], other=0.0)
-        tile = plain_tile(data, rows, row_fits, k0, K, _FP8_BLOCK, tl.bfloat16, EVEN)
-        each = dot(one, tl.trans(tile), tl.zeros([BM, BN], tl.float32))
-        if ALIGNED:
-            acc += each * tl.load(scale + block_row + k0 // _TILE)
-        else:
-            block = scale + (rows // _TILE).to(tl.int64) * tl.cdiv(K, _TILE) + k0 // _TILE
-            acc += each * tl.load(block, mask=row_fits, other=0.0)[None, :]
-    return tl.trans(acc)
-
-
-@triton.jit
-def _flat_sum(
-    x, x_rows, x_fits, x_scale, scale_rows, data, scale, rows, row_fits, k_begin, k_end, K,
-    BN: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr, ACT: tl.constexpr,
-    WIDE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Of all others: rows of the weight fill the tall side."""
     if ALIGNED:
         block_row = (tl.min(rows, axis=0) // _TILE).to(tl.int64) * tl.cdiv(K, _TILE)
     if EVEN:

@@ -79,6 +79,7 @@ class Timer:
     ) -> torch.cuda.CUDAGraph:
         """The calls of ``queue`` as one graph, after those of ``warm`` ran once."""
         side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))  # inputs may still be made there
         with torch.cuda.stream(side):
             for call in warm:  # compiles, and makes handles
                 call()

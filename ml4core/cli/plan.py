@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -12,6 +13,7 @@ from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
 from ml4core.engine.switches import with_environment
 from ml4core.planning.variants import PUBLISHED, Variant
+from ml4core.registry import AUTO
 
 if TYPE_CHECKING:
     from ml4core.planning.model import PlannedModel
@@ -55,13 +57,18 @@ def plan(
     MODEL: a checkpoint, of which only headers are read, or a params.json. Left out: the published
     shape of Mistral Large 4.
     """
+    from ml4core.planning.launch import named_backend
     from ml4core.planning.plan import make_plan
     from ml4core.planning.proposals import propose
     from ml4core.planning.report import to_json
 
     args = with_environment(args)
     options = _options(device, memory, reserve, held)
-    made = make_plan(_model(args, weights), args, options)
+    model = _model(args, weights)
+    named = named_backend(args, model.spec)
+    if named is not None:
+        options = replace(options, backend=named.backend, layouts=named.layouts)
+    made = make_plan(model, args, options)
     if problems := [
         f"--context: {length} is above the longest context; works: up to {made.max_model_len}"
         for length in context or ()
@@ -77,6 +84,10 @@ def plan(
         from ml4core.cli.plan_text import text
 
         output.write(text(facts, streams.results()))
+    if named is None and args.backend != AUTO:
+        output.note(
+            f"note: --backend {args.backend} has no device here that tells its defaults and layouts"
+        )
     if not made.fits:
         works = ", or ".join(map(str, proposals)) or "nothing that was tried: other flags together"
         output.note(f"error: does not fit: {made.shortfall}; works: {works}")

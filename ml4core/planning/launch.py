@@ -80,8 +80,7 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
     if model is None or subject is None:
         return Launch(choice, None, None, PlanOptions(), tuple(sorted(set(found))), what)
     plugin, device, capabilities = _parts(subject)
-    layouts_for = getattr(plugin.backend, "layouts_for", lambda spec: kv.NONE)
-    options = PlanOptions(backend=capabilities, layouts=layouts_for(model.spec))
+    options = _options(subject, model.spec)
     made = None
     try:
         if knows_layouts(args, options):
@@ -112,6 +111,25 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
     except Refused as refused:
         found += refused.refusals
     return Launch(choice, deployment, made, options, tuple(sorted(set(found))), what)
+
+
+def named_backend(args: EngineArgs, model: ModelSpec) -> PlanOptions | None:
+    """What a plan takes from the backend that is named: what it declares, and its private layouts,
+    on a device that is here, else on the one that it names for this. None if there is neither, and
+    for ``auto``.
+
+    Raises ``Refused`` for a backend that is unknown or can't be loaded.
+    """
+    if args.backend == registry.AUTO:
+        return None
+    registry.load_plugin(registry.find(args.backend))
+    kind = args.additional_config.get("device")
+    subject: registry.Choice | Subject | None
+    try:
+        subject = registry.select(args.backend, device_kind=str(kind) if kind else None)
+    except Refused:  # a plan needs no device
+        subject = _reference(args.backend)
+    return None if subject is None else _options(subject, model)
 
 
 def knows_layouts(args: EngineArgs, options: PlanOptions) -> bool:
@@ -168,6 +186,12 @@ def _reference(name: str) -> Subject | None:
         return None
     device: Any = getattr(plugin.backend, "reference_device", None)
     return (plugin, device) if isinstance(device, Device) else None
+
+
+def _options(subject: registry.Choice | Subject, model: ModelSpec) -> PlanOptions:
+    plugin, _, capabilities = _parts(subject)
+    layouts_for = getattr(plugin.backend, "layouts_for", lambda spec: kv.NONE)
+    return PlanOptions(backend=capabilities, layouts=layouts_for(model))
 
 
 def _parts(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
+from ml4core.cli import main
 from ml4core.engine.args import EngineArgs
 from ml4core.planning.launch import Launch, judge
 from ml4core_tpu.commands import app
@@ -78,3 +80,16 @@ def test_tiles_are_planned_at_their_bytes() -> None:
     want = {"latent": 640 * len(spec.kv_owners), "index": 132 * len(spec.index_owners)}
     assert {group.name: group.bytes_per_token for group in launch.plan.groups} == want
     assert launch.plan.ranks.ep == 32
+
+
+def test_a_plan_counts_the_caches_of_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    launch = judge(replace(ARGS, data_parallel_start_rank=0), {})
+    assert launch.plan is not None
+    flags = "--backend tpu -tp 8 -dp 4 --enable-expert-parallel --kv-cache-dtype fp8_e4m3 --json"
+    assert main(["plan", *flags.split()]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    found = [(one["group"], one["layout"], one["bytes_per_token"]) for one in facts["kv"]["groups"]]
+    want = [(one.name, one.layout.id, one.bytes_per_token) for one in launch.plan.groups]
+    assert found == want
+    assert facts["weights"]["rank"] == launch.plan.weight_bytes
+    assert facts["limits"]["max_num_seqs"] == launch.plan.max_num_seqs

@@ -1,12 +1,10 @@
-"""The ops on torch-xla, on the host, in an environment of its own."""
+"""The ops, steps and a mesh on torch-xla, on the host, in an environment of its own."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +14,35 @@ from ml4core_tpu.layouts import TILES
 from tools.torch_xla import environment
 
 ROOT = Path(__file__).resolve().parents[2]
-OPS = 11
+FOLDER = Path(os.environ.get("ML4_TORCH_XLA_ENV") or ROOT / ".venv" / "torch-xla")
 KERNELS = 7
 """Of a layer: latent and key written, scores, top-k, sparse MLA, and two products of experts."""
-GRAPHS = {"plain": 3, "tiles": 3, "drafts": 5}
+GRAPHS = {"plain": 3, "tiles": 3, "drafts": 5, "tiles and drafts": 5}
 """What is laid out; then a chunk and a decode, or a chunk, a window, and a block behind each."""
-FOLDER = Path(os.environ.get("ML4_TORCH_XLA_ENV", ROOT / ".venv-torch-xla"))
+COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""Of the host: half the time to compile, for steps that run thrice as long, of which there are few.
+"""
+
+# Each may be the first one, which waits for the environment.
+pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def python() -> Path:
     """Made once, in minutes, and kept. Where it can't be made: skipped, but not in CI."""
-    if sys.version_info[:2] > (3, 13) or shutil.which("gcc") is None:
-        pytest.skip("torch-xla 2.9.0 has wheels up to Python 3.13, and its stand-ins need gcc")
     try:
         return environment.ensure(FOLDER)
-    except (subprocess.CalledProcessError, OSError) as error:
+    except environment.NotMade as reason:
         if os.environ.get("CI"):
             raise
-        pytest.skip(f"the environment of torch-xla can't be made here: {error}")
+        pytest.skip(f"no environment of torch-xla: {reason}")
 
 
-def said(python: Path, script: str, *words: str, limit_s: float = 800) -> list[dict[str, Any]]:
+def said(python: Path, script: str, *words: str, limit_s: float = 600) -> list[dict[str, Any]]:
     """What a child prints as JSON, in the side environment."""
     done = subprocess.run(
         [str(python), str(Path(__file__).with_name(script)), *words],
-        env=os.environ | {"PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1"},
+        env=environment.settings() | {"XLA_FLAGS": COMPILER},
         capture_output=True,
         text=True,
         timeout=limit_s,
@@ -51,42 +52,42 @@ def said(python: Path, script: str, *words: str, limit_s: float = 800) -> list[d
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.slow
-@pytest.mark.network
-@pytest.mark.timeout(900)
 def test_ops_of_lazy_tensors(python: Path) -> None:
     """The same JAX programs within torch-xla's graphs, by value beside the CPU kernels."""
-    found = said(python, "xla_child.py")
-    assert len(found) == OPS
+    told, *found = said(python, "xla_child.py")
+    assert {one["op"].partition(",")[0] for one in found} == set(told["registered"])
     for one in found:
         assert one["same_shape"], one
-        assert one["error"] < 1e-4, one
+        assert one["error"] < 1e-5, one
 
 
-@pytest.mark.slow
-@pytest.mark.network
-@pytest.mark.timeout(2000)
-@pytest.mark.parametrize(("case", "margin"), [("plain", 1e-4), ("tiles", 3e-3), ("drafts", 1e-4)])
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(
+    ("case", "margin"),
+    [
+        ("tiles and drafts", 3e-3),
+        pytest.param("plain", 1e-4, marks=pytest.mark.slow),
+        pytest.param("tiles", 3e-3, marks=pytest.mark.slow),
+        pytest.param("drafts", 1e-4, marks=pytest.mark.slow),
+    ],
+)
 def test_greedy_tokens_are_the_cpus(python: Path, case: str, margin: float) -> None:
     """The engine with the shipped model, each step a graph of torch-xla: tokens are those of the
     cpu backend, with a drafter too, and log probabilities within a margin. Caches in fp32 differ by
     the order of sums; in FP8 a value near the middle of two codes falls to either.
     """
-    (told,) = said(python, "xla_greedy_child.py", case, limit_s=1900)
+    (told,) = said(python, "xla_greedy_child.py", case, limit_s=1200)
     found, wanted = told["found"], told["wanted"]
     assert found["switches"]["runtime"] == "torch_xla"
-    assert found["layout"] == (TILES if case == "tiles" else "fp32")
+    assert found["layout"] == (TILES if "tiles" in case else "fp32")
     assert len(found["ids"]) >= 16
     assert found["ids"] == wanted["ids"]
     assert told["error"] < margin
     assert found["judged"] == wanted["judged"]
-    assert bool(found["judged"][0]) == (case == "drafts")
+    assert bool(found["judged"][0]) == ("drafts" in case)
     assert told["graphs"] <= GRAPHS[case], "steps of one shape are one graph"
 
 
-@pytest.mark.slow
-@pytest.mark.network
-@pytest.mark.timeout(1800)
 def test_a_layer_over_eight_devices(python: Path, tmp_path: Path) -> None:
     """Data 2, tensor 4, experts over all, in torch-xla's SPMD: by value the layer on one device.
     Then its graph, with kernels of Pallas within, is compiled for a host of tpu7x.

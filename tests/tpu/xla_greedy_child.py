@@ -23,6 +23,7 @@ DRAFTS = {"speculative_config": {"method": "dspark"}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({"kv_cache_dtype": "float32"}, {"kv_cache_dtype": "float32"}),
     "tiles": ({}, {"kv_cache_dtype": "fp8_e4m3"}),
+    "tiles and drafts": ({**DRAFTS}, {"kv_cache_dtype": "fp8_e4m3", **DRAFTS}),
     "drafts": ({"kv_cache_dtype": "float32", **DRAFTS}, {"kv_cache_dtype": "float32", **DRAFTS}),
 }
 """Flags of the tpu backend, and of the cpu backend that stores the same."""

@@ -15,7 +15,7 @@ from typing import Any
 os.environ |= {
     "PJRT_DEVICE": "CPU",
     "CPU_NUM_DEVICES": "8",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
 }
 
 import torch

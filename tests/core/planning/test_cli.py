@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from ml4core import registry
+from ml4core.api import Refusal, Refused
 from ml4core.cli import main
+from ml4core.cli.exits import REFUSED
 from ml4core.models.seeded import make_seeded
 from ml4core.planning.devices import known_devices
 
@@ -184,3 +187,36 @@ def test_each_known_device_can_be_named(ml4: Any, name: str) -> None:
 def test_launches_can_be_planned(ml4: Any, launch: str) -> None:
     code, _, err = ml4(*launch.split(), "--memory", "280")
     assert (code, err) == (0, "")
+
+
+def rows(out: str) -> dict[str, tuple[str, int]]:
+    """By group: the layout, and bytes of a row."""
+    return {one["group"]: (one["layout"], one["row"]) for one in json.loads(out)["kv"]["groups"]}
+
+
+def test_a_named_backend_tells_its_caches(ml4: Any) -> None:
+    """As ``ml4 serve --dry-run`` plans them; a flag still says otherwise."""
+    code, out, err = ml4("--backend", "cpu", "--json")
+    assert (code, err) == (0, "")
+    assert rows(out) == {"latent": ("fp32", 4 * 576), "index": ("fp32", 4 * 128)}
+    _, out, _ = ml4("--backend", "cpu", "--kv-cache-dtype", "bfloat16", "--json")
+    assert rows(out)["latent"] == ("bf16", 2 * 576)
+
+
+def test_a_named_backend_without_its_device_is_planned_without_it(
+    ml4: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def select(name: str, **more: Any) -> Any:
+        raise Refused([Refusal(name, "device", "it is not there")], what=f"--backend {name}")
+
+    _, want, _ = ml4("--json")
+    monkeypatch.setattr(registry, "select", select)
+    code, out, err = ml4("--backend", "cpu", "--json")
+    assert (code, out) == (0, want)
+    assert "note: --backend cpu has no device here" in err
+
+
+def test_an_unknown_backend_is_refused(ml4: Any) -> None:
+    code, out, err = ml4("--backend", "nope")
+    assert (code, out) == (REFUSED, "")
+    assert "no installed plugin offers this backend" in err

@@ -61,13 +61,17 @@ class Process:
             ended = True
         self.dead = ended
 
-    def kill(self) -> int | None:
-        """Ends it and all that it started; its exit code, None if it can't be ended."""
+    def end(self) -> None:
+        """Tells it and all that it started to end, and doesn't wait: a driver may take seconds."""
         pid = self._process.pid
         for end in (os.killpg, os.kill):  # it is no group of its own in its first moments
             with suppress(ProcessLookupError, PermissionError):
                 end(pid, signal.SIGKILL)
                 break
+
+    def kill(self) -> int | None:
+        """Ends it and all that it started; its exit code, None if it can't be ended."""
+        self.end()
         self._process.join(timeout=10)
         self._pipe.close()
         code: int | None = self._process.exitcode

@@ -162,6 +162,8 @@ class _Pool:
                     self._step()
             finally:
                 for worker in self._workers:
+                    worker.process.end()
+                for worker in self._workers:
                     worker.process.kill()
 
     def _step(self) -> None:

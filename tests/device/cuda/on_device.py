@@ -87,7 +87,7 @@ def run(
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             try:
-                code = process.wait(timeout=20)
+                code = process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 code = process.wait()

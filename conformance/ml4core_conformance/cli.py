@@ -7,6 +7,7 @@ found until then written all the same.
 
 from __future__ import annotations
 
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -80,7 +81,7 @@ def run(
 
     Exit code 0: conformant, with waivers too. 1: not conformant. 2: a wrong command line. 3: the
     backend may not be loaded. 5: incomplete, or nothing judged. 130: interrupted, or ended by
-    SIGTERM; what was found is written all the same.
+    SIGTERM; what was found is written all the same, and twice a minute while the suite runs.
     """
     from ml4core_conformance.progress import Progress
     from ml4core_conformance.report.text import summary
@@ -100,7 +101,8 @@ def run(
     if not total:
         raise UsageError(none_matches(chosen))
     with Progress(backend, total) as progress:
-        result = examine(found, chosen, jobs=jobs, waivers=known, observe=progress.take)
+        keep = None if json is None else methodcaller("save", json)
+        result = examine(found, chosen, jobs=jobs, waivers=known, observe=progress.take, keep=keep)
     _write(result, json, junit, html)
     output.write(summary(result))
     raise typer.Exit(exit_code(result))

@@ -24,6 +24,8 @@ START_S = 180.0
 GRACE_S = 1.0
 """Seconds in which a worker that is late dumps its stack."""
 
+INTERRUPTED = "the run was interrupted"
+
 TRIES = 3
 """Fresh workers in a row that can't use the device, after which it counts as dead for good."""
 
@@ -98,7 +100,7 @@ def run(
         complete = False
     except _Enough:
         pass
-    why = "not needed" if complete else "the run was interrupted"
+    why = "not needed" if complete else INTERRUPTED
     for check in checks:
         if check.id not in found:
             found[check.id] = CheckResult.of(check, Status.NOT_RUN, why)

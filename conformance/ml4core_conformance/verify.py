@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
 from datetime import date
 from typing import Any
 
 from ml4core.api import API_VERSION, Backend
 from ml4core_conformance import facts
 from ml4core_conformance.catalog import choose
+from ml4core_conformance.check import Status
 from ml4core_conformance.facts import Found
 from ml4core_conformance.results import CheckResult, Result, Selection
-from ml4core_conformance.runner import Observer, run
+from ml4core_conformance.runner import INTERRUPTED, Observer, Outcome, run
 from ml4core_conformance.waivers import Waiver, applied
+
+KEEP_S = 30.0
+"""Seconds between results of a run that goes on."""
 
 
 def verify(
@@ -66,11 +71,13 @@ def examine(
     waivers: Iterable[Waiver] = (),
     observe: Observer = lambda result: None,
     only: Collection[str] | None = None,
+    keep: Callable[[Result], None] | None = None,
 ) -> Result:
-    """A whole run, as the file says it; of the selection, ``only`` the checks of these ids. Raises
-    ``ValueError`` for a selection that can't be.
+    """A whole run, as the file says it; of the selection, ``only`` the checks of these ids.
+    ``keep`` is given what was found so far, as an interrupted run's result, twice a minute: a run
+    that is killed loses no more. Raises ``ValueError`` for a selection that can't be.
     """
-    checks = found.checks
+    checks, waivers = found.checks, tuple(waivers)
     chosen = choose(
         checks,
         profiles=selection.profiles,
@@ -80,24 +87,42 @@ def examine(
     if only is not None:
         chosen = tuple(check for check in chosen if check.id in only)
     created = facts.created()
-    outcome = run(found.target, chosen, jobs=jobs, observe=observe, absent=found.absent)
-    results, problems = applied(
-        outcome.results, waivers, known={check.id for check in checks}, today=date.today()
-    )
-    return Result(
-        created=created,
-        suite=facts.version_of("ml4core-conformance"),
-        core=facts.version_of("ml4core"),
-        plugin=found.plugin,
-        device=found.device,
-        selection=selection,
-        results=results,
-        libraries=facts.libraries(found.plugin),
-        git=facts.checkouts(found.plugin),
-        capabilities=found.capabilities,
-        options=dict(found.target.options),
-        complete=outcome.complete,
-        problems=problems,
-        seconds=round(outcome.seconds, 3),
-        jobs=outcome.jobs,
-    )
+    libraries, git = facts.libraries(found.plugin), facts.checkouts(found.plugin)
+
+    def made(outcome: Outcome) -> Result:
+        results, problems = applied(
+            outcome.results, waivers, known={check.id for check in checks}, today=date.today()
+        )
+        return Result(
+            created=created,
+            suite=facts.version_of("ml4core-conformance"),
+            core=facts.version_of("ml4core"),
+            plugin=found.plugin,
+            device=found.device,
+            selection=selection,
+            results=results,
+            libraries=libraries,
+            git=git,
+            capabilities=found.capabilities,
+            options=dict(found.target.options),
+            complete=outcome.complete,
+            problems=problems,
+            seconds=round(outcome.seconds, 3),
+            jobs=outcome.jobs,
+        )
+
+    begun = time.monotonic()
+    kept_at = begun
+    so_far: dict[str, CheckResult] = {}
+
+    def seen(result: CheckResult) -> None:
+        nonlocal kept_at
+        observe(result)
+        so_far[result.id] = result
+        if keep is not None and time.monotonic() - kept_at >= KEEP_S:
+            left = (CheckResult.of(check, Status.NOT_RUN, INTERRUPTED) for check in chosen)
+            results = tuple(so_far.get(check.id, check) for check in left)
+            keep(made(Outcome(results, False, time.monotonic() - begun, jobs or 0)))
+            kept_at = time.monotonic()
+
+    return made(run(found.target, chosen, jobs=jobs, observe=seen, absent=found.absent))

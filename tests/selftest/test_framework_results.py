@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 
+from ml4core_conformance import verify
 from ml4core_conformance.check import Check, Measure, Status
 from ml4core_conformance.report.diff import diff, text
 from ml4core_conformance.report.junit import to_junit
@@ -315,3 +316,25 @@ def test_what_a_check_was_made_with_is_shown_by_its_pass_alone() -> None:
         "act:bf16": "✗",
         "weights:bf16": "○",
     }
+
+
+def test_a_run_keeps_what_it_found_while_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that one that is killed, which no handler sees, loses little."""
+    monkeypatch.setattr(verify, "KEEP_S", 0.0)
+    found = verify.find("cpu")
+    chosen = Selection((), "plugin.", verify.served_api(found), (0,))
+    kept: list[Result] = []
+
+    def keep(result: Result) -> None:
+        result.save(tmp_path / "r.json")
+        kept.append(load(tmp_path / "r.json"))
+
+    whole = verify.examine(found, chosen, jobs=0, keep=keep)
+    assert len(kept) == len(whole.results) > 2
+    for count, part in enumerate(kept, 1):
+        assert not part.complete
+        judged = [one for one in part.results if one.status is not Status.NOT_RUN]
+        assert len(judged) == count
+        assert [one.id for one in part.results] == [one.id for one in whole.results]

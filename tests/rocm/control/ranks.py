@@ -148,4 +148,7 @@ def run(folder: Path, rank: int, scenario: str) -> None:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    try:
+        run(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    finally:  # threads of a group that is left to the interpreter's end can abort it
+        dist.destroy_process_group()

@@ -24,6 +24,7 @@ from ml4core.api import (
 from ml4core.registry import Choice
 
 MIB = 2**20
+GIB = 2**30
 ROW_BYTES = 64 * 1024
 """What a row of a step takes while it runs."""
 GRAPH_BYTES = 3 * MIB

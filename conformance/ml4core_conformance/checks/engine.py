@@ -276,16 +276,18 @@ def engine_bytes(subject: Subject) -> None:
         checkpoint() as folder,
         engine(subject, folder, partial(Watched, log=log)) as opened,
     ):
-        roles = [role for role, _, _ in log.allocated]
+        caches = log.caches
+        roles = [cache.layout.role for cache in caches]
         found = (roles.count("latent"), roles.count("index"))
         wanted = (len(tiny.KV_OWNERS), len(tiny.INDEX_OWNERS))
         if found != wanted:
             raise CheckFailed(
-                f"{found[0]} latent and {found[1]} index caches are allocated; the layers own "
+                f"{found[0]} latent and {found[1]} index caches are held; the layers own "
                 f"{wanted[0]} and {wanted[1]}"
             )
         due = 0
-        for cache, (_, blocks, size) in zip(log.caches, log.allocated, strict=True):
+        for cache in caches:
+            blocks, size = cache.blocks, cache.block_size
             mine = blocks * size * cache.layout.bytes_per_token
             held = _held(cache)
             if cache.nbytes != mine or held > mine + mine // 4:
@@ -294,7 +296,7 @@ def engine_bytes(subject: Subject) -> None:
                     f"{cache.nbytes} bytes in {held}; it takes {mine}"
                 )
             due += mine
-        each = sum(cache.layout.bytes_per_token for cache in log.caches)
+        each = sum(cache.layout.bytes_per_token for cache in caches)
         told = opened.report()["kv"]
         if (told["bytes_per_token"], told["bytes"]) != (each, due):
             raise CheckFailed(

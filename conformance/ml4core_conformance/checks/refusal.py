@@ -165,7 +165,7 @@ def refusal_flags(subject: Subject) -> None:
         raise CheckFailed(f"{', '.join(untold)} is not among the reasons: {text}")
     if log.opened or log.allocated or watch.largest() > _SMALL:
         raise CheckFailed(
-            f"{log.opened} sessions were opened, {len(log.allocated)} caches and a tensor of "
+            f"{log.opened} sessions were opened, {log.allocated} caches and a tensor of "
             f"{watch.largest()} values made before these flags were refused"
         )
 

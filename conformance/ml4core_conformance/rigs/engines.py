@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pluggy
 import torch
@@ -131,14 +132,23 @@ class Log:
 
     Attributes:
         opened: sessions that were opened.
-        allocated: layout, pages and block size of each cache.
+        allocated: calls of ``alloc_kv``.
         prepared: calls of ``prepare_weights``.
     """
 
     opened: int = 0
-    allocated: list[tuple[str, int, int]] = field(default_factory=list)
-    caches: list[KVCache] = field(default_factory=list)
+    allocated: int = 0
     prepared: int = 0
+    _caches: list[ReferenceType[KVCache]] = field(default_factory=list)
+
+    @property
+    def caches(self) -> list[KVCache]:
+        """Those that are still held: the ones that a start tries its steps with are not."""
+        return [cache for one in self._caches if (cache := one()) is not None]
+
+    def add(self, cache: KVCache) -> None:
+        self.allocated += 1
+        self._caches.append(ref(cache))
 
 
 class Watched:
@@ -180,8 +190,7 @@ class _WatchedSession:
 
     def alloc_kv(self, layout: KVLayout, blocks: int, block_size: int) -> KVCache:
         cache = self.inner.alloc_kv(layout, blocks, block_size)
-        self._owner.log.allocated.append((layout.role, blocks, block_size))
-        self._owner.log.caches.append(cache)
+        self._owner.log.add(cache)
         return cache
 
     def prepare_weights(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:

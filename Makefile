@@ -2,12 +2,14 @@
 #   PYTHON=python3.12         the interpreter to build .venv with
 #   PIP_ARGS="--index-url …"  more arguments for every `pip install`
 #   PYTEST_ARGS="-k name"     more arguments for pytest
+#   WORKERS=4                 processes that `make test` runs tests in: one a core, 4 GB each
 #   BENCH_ARGS="MODEL"        more arguments for `make bench`
 #   SERVE_ARGS="MODEL"        more arguments for `make run-server`
 
 PYTHON ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BENCH_ARGS ?=
 SERVE_ARGS ?=
 
@@ -15,6 +17,8 @@ BIN := .venv/bin
 PROJECTS := . backends/triton backends/cuda backends/rocm backends/tpu conformance
 MANIFESTS := $(PROJECTS:%=%/pyproject.toml) constraints.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+# A file's tests share what it makes. Those of tests/support/turns.py come first.
+PARALLEL = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 SIBLINGS = $(patsubst %,-e %,$(filter-out .,$(PROJECTS)))
 
 .DEFAULT_GOAL := help
@@ -34,7 +38,7 @@ soak: .venv/.installed-dev ## 200 clients for five minutes: cancels, slow reader
 	$(BIN)/pytest -m slow tests/serving/test_load.py $(PYTEST_ARGS)
 
 test: .venv/.installed-dev ## run the tests, but for the slow ones; 1.3 GB to download once, for torch-xla's
-	$(BIN)/pytest -m "not slow and not network" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not slow and not network" $(PARALLEL) $(PYTEST_ARGS)
 
 test-full: .venv/.installed-dev ## run every test
 	$(BIN)/pytest $(PYTEST_ARGS)

@@ -38,6 +38,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "prefix_caching",
             "images",
             "ep_weight_filter",
+            "spanning_session",  # one session drives all tensor parallel ranks of a replica
             "kv_transfer",
             "host_offload",
             "load_time_mxfp4",

@@ -32,6 +32,10 @@ class Deployment:
         weight_bytes: bytes of the checkpoint's tensors; of those that are converted while they are
             loaded, of what they become.
         block_size: tokens a page.
+        data_parallel_rank: which of ``data_parallel_size`` replicas this process's engine is.
+        data_parallel_address, data_parallel_rpc_port: where replicas meet; "" and 0 with one.
+        spanning_session: one session, in one process, drives all tensor parallel ranks of a
+            replica: ``feature:spanning_session``. It gets weights that aren't cut over them.
         cudagraph_capture_sizes: rows of the steps that are captured, ascending; empty: the
             backend's choice.
         needs: capability words that this deployment needs.
@@ -54,9 +58,13 @@ class Deployment:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+    data_parallel_address: str = ""
+    data_parallel_rpc_port: int = 0
     decode_context_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    spanning_session: bool = False
     nnodes: int = 1
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] = ()
@@ -65,3 +73,14 @@ class Deployment:
     attention_config: Mapping[str, object] = field(default_factory=dict, hash=False)
     speculative_config: Mapping[str, object] = field(default_factory=dict, hash=False)
     additional_config: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    @property
+    def data_parallel_runtime_address(self) -> str:
+        """``host:port`` at the first replica's host, where its session may listen for those of the
+        others: the port behind the one that core uses. "" with one replica.
+        """
+        if not self.data_parallel_address:
+            return ""
+        host = self.data_parallel_address
+        host = f"[{host}]" if ":" in host else host
+        return f"{host}:{self.data_parallel_rpc_port + 1}"

@@ -89,7 +89,7 @@ def generate(
 
     MODEL: left out, it is ml4-tiny.
     """
-    if args.refusals():
+    if args.refusals() or args.data_parallel_size > 1:
         _refuse(args)
     if params.logprobs is not None and not as_json:
         raise UsageError("--logprobs: works with --json")

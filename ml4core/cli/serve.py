@@ -23,8 +23,9 @@ def serve(args: EngineArgs, server: ServerArgs) -> None:
 
         output.write_json(dry_run(engine, refused=output.write_json))
         return
-    if engine.refusals():
-        choose_backend(engine)  # with all else that is against it, before anything is imported
+    if engine.refusals() or engine.data_parallel_size > 1:
+        # With all else that is against it, before anything is imported.
+        choose_backend(engine, serves=True)
     try:
         need_server()
         from ml4core.serving.http.serve import ShutdownError, run

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ml4core.api import Collectives, LayerSpec, ModelSpec
+from ml4core.compose.single_rank import SingleRank
 
 Ops = Mapping[str, Callable[..., Any]]
 
@@ -20,6 +21,8 @@ class StageContext:
     Attributes:
         layer: None for stages of the whole model.
         dtype: of activations and the residual.
+        replicas: collectives of the ranks that have the same part of the model in each replica,
+            which all have rows of their own; routed experts are shared out over them, too.
         mla_form: ``absorbed``, ``unabsorbed``, or ``auto``: the cheaper one for each piece.
     """
 
@@ -29,6 +32,7 @@ class StageContext:
     collectives: Collectives
     dtype: torch.dtype
     mla_form: str = "auto"
+    replicas: Collectives = field(default_factory=SingleRank)
 
     @property
     def spec(self) -> LayerSpec:

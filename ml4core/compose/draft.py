@@ -78,7 +78,9 @@ class BlockDrafter(Drafter):
         self._ranks = ctx.collectives
         self._dtype = ctx.dtype
         self._layers = tuple(
-            _Layer.compose(replace(ctx, layer=layer, collectives=SingleRank()))
+            _Layer.compose(
+                replace(ctx, layer=layer, collectives=SingleRank(), replicas=SingleRank())
+            )
             for layer in self._spec.layers
         )
 

@@ -12,7 +12,7 @@ from ml4core.compose.context import StageContext
 
 
 def ffn(ctx: StageContext, children: Children) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    layer, ops = ctx.spec, ctx.ops
+    layer, ops, replicas = ctx.spec, ctx.ops, ctx.replicas
     moe = layer.moe
     # A backend's op need not know of experts elsewhere, unless it declares them.
     elsewhere = (moe.first_expert,) if moe is not None and moe.first_expert else ()
@@ -28,14 +28,16 @@ def ffn(ctx: StageContext, children: Children) -> Callable[..., tuple[Tensor, Te
         if moe is None:
             out = block(w, "dense", hidden)
         else:
+            # Of all replicas, whose steps have as many rows: each adds what its own experts give.
+            rows = replicas.all_gather(hidden)
             weights, ids = ops["router"](
-                hidden, w["gate"], moe.topk, moe.renormalize, moe.routed_scale
+                rows, w["gate"], moe.topk, moe.renormalize, moe.routed_scale
             )
             # The router gives no weight to a row that it can't judge, such as one with NaN. Without
             # its experts the row would be wrong and look right: as NaN it sets the fault word.
             weights = torch.where((weights == 0).all(-1, keepdim=True), torch.nan, weights)
             experts = (w["experts_w13"], w["experts_w2"], weights, ids)
-            out = ops["moe_experts"](hidden, *experts, *elsewhere)
+            out = replicas.reduce_scatter(ops["moe_experts"](rows, *experts, *elsewhere))
             if moe.shared_width:
                 out = (out.float() + block(w, "shared", hidden).float()).to(hidden.dtype)
         residual, normed = ops["all_reduce_rms_norm"](

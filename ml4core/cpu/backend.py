@@ -24,7 +24,7 @@ _FEATURES = frozenset(
     | {"act:fp32", "act:bf16", "feature:compose", "feature:deterministic"}
     | {"feature:prefix_caching", "feature:load_time_mxfp4"}
     | {"spec:dspark", "spec:probabilistic_drafts", "spec:block_verification"}
-    | {"parallel:tp", "parallel:ep"}
+    | {"parallel:tp", "parallel:ep", "parallel:dp"}
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,9 @@ from ml4core.engine.transfers import upload
 
 FIRST_SLOTS = 64
 """Slots at first; their count doubles when more requests run."""
+
+
+Settle = Callable[[StepShape], StepShape]
 
 
 class Built(NamedTuple):
@@ -132,10 +135,14 @@ class BatchState:
         self._tokens = _widened(self._tokens, first + len(new))
         self._tokens[request.slot, first : first + len(new)] = new
 
-    def build(self, work: Sequence[Work], *, every_row: Sequence[int] = ()) -> Built:
+    def build(
+        self, work: Sequence[Work], *, every_row: Sequence[int] = (), settle: Settle | None = None
+    ) -> Built:
         """The plan of work that is ``in_row_order``. Logits are those of each request's last row,
         or of all its rows for verify windows and the places in ``every_row``, in row order. Rows
         whose token is not known yet hold any token.
+
+        ``settle``: gives the shape that the plan has, in which its own has room.
         """
         count = len(work)
         slots = np.array([w.request.slot for w in work])
@@ -147,7 +154,14 @@ class BatchState:
             windows, width = int((window > 0).sum()), int(window.max())
             held = np.where(window > 0, window, rows)
         decodes = int(((held == 1) & (rows == 1)).sum())
+        last = int(ends.max())
+        counts = _logit_counts(held, windows, decodes, every_row)
         layout = lay_out(held, windows, width, self._buckets, decodes)
+        shape = self._shape(layout, last, count if counts is None else int(counts.sum()))
+        if settle is not None:
+            shape = settle(shape)
+            segments = shape.decode, shape.verify, shape.prefill
+            layout = lay_out(held, windows, width, self._buckets, decodes, segments)
         total = int(rows.sum())
         owner = np.arange(count) if total == count else np.repeat(np.arange(count), rows)
         offset = np.arange(total) - (np.cumsum(rows) - rows)[owner]
@@ -155,7 +169,6 @@ class BatchState:
         row_slots = slots[owner]
 
         padded, requests = len(layout.row_request), len(layout.query_start) - 1
-        last = int(ends.max())
         self._tokens = _widened(self._tokens, last)
         ids, positions = _zeros(padded), _zeros(padded)
         ids[at] = self._tokens[row_slots, position]
@@ -163,12 +176,8 @@ class BatchState:
         visible = np.zeros(padded, np.int32)
         visible[at] = position + 1
         page, within = np.divmod(position, self._block_size)
-        tables, places, widths = [], [], []
-        furthest = max(self._ahead.values(), default=0)
-        for group in self._groups:
-            # With sizes to pad to, all groups have one: else their sizes would be paired.
-            keys = last + (furthest if self._buckets.pages else self._ahead[group])
-            wide = self._buckets.padded("pages", -(-keys // self._block_size))
+        tables, places = [], []
+        for group, wide in shape.pages:
             self._tables[group] = _widened(self._tables[group], wide)
             of_work = self._tables[group][slots, :wide]
             table = np.zeros((requests, wide), np.int32)
@@ -180,19 +189,15 @@ class BatchState:
             place[at] = np.where(pages > 0, slots_of, -1) if self._ahead[group] else slots_of
             tables.append(table)
             places.append(place)
-            widths.append((group, wide))
-        wanted, firsts = _wanted(layout, held, windows, decodes, every_row)
-        decode, verify, prefill = layout.segments
-        # Of a step without chunks it follows from the segments: no program for another size.
-        fewest = 0 if prefill.rows else decode.requests + verify.rows
-        logits = _zeros(self._buckets.padded("logits", max(len(wanted), fewest)))
+        wanted, firsts = _wanted(layout, held, counts)
+        logits = _zeros(shape.logits)
         logits[: len(wanted)] = wanted
         arrays: list[NDArray[np.generic]] = [ids, positions, layout.row_request, visible, logits]
         arrays += [layout.query_start.astype(np.int32), *tables, *places]
         sent = upload(arrays, self._device)
         groups = len(self._groups)
         plan = StepPlan(
-            shape=StepShape(*layout.segments, tuple(widths), len(logits)),
+            shape=shape,
             token_ids=sent[0],
             positions=sent[1],
             row_request=sent[2],
@@ -204,20 +209,38 @@ class BatchState:
         )
         return Built(plan, layout, firsts)
 
+    def _shape(self, layout: StepLayout, last: int, wanted: int) -> StepShape:
+        """Padded: of a layout whose furthest row is the token ``last``, with so many logits."""
+        widths = []
+        furthest = max(self._ahead.values(), default=0)
+        for group in self._groups:
+            # With sizes to pad to, all groups have one: else their sizes would be paired.
+            keys = last + (furthest if self._buckets.pages else self._ahead[group])
+            widths.append((group, self._buckets.padded("pages", -(-keys // self._block_size))))
+        decode, verify, prefill = layout.segments
+        # Of a step without chunks it follows from the segments: no program for another size.
+        fewest = 0 if prefill.rows else decode.requests + verify.rows
+        logits = self._buckets.padded("logits", max(wanted, fewest))
+        return StepShape(*layout.segments, tuple(widths), logits)
 
-def _wanted(
-    layout: StepLayout, held: Ints, windows: int, decodes: int, every_row: Sequence[int]
-) -> tuple[Ints, Ints]:
-    """The rows whose logits are wanted, and of each work the first of its own among them."""
+
+def _logit_counts(held: Ints, windows: int, decodes: int, every_row: Sequence[int]) -> Ints | None:
+    """Rows of each work whose logits are wanted: its last one, or all. None: of each the last."""
     if not windows and not every_row:
-        return layout.rows + held - 1, np.arange(len(held))
+        return None
     whole = np.zeros(len(held), bool)
     whole[decodes : decodes + windows] = True
     whole[list(every_row)] = True
-    counts = np.where(whole, held, 1)
+    return np.where(whole, held, 1)
+
+
+def _wanted(layout: StepLayout, held: Ints, counts: Ints | None) -> tuple[Ints, Ints]:
+    """The rows whose logits are wanted, and of each work the first of its own among them."""
+    if counts is None:
+        return layout.rows + held - 1, np.arange(len(held))
+    first = layout.rows + held - counts
     ends = np.cumsum(counts)
     owner = np.repeat(np.arange(len(held)), counts)
-    first = np.where(whole, layout.rows, layout.rows + held - 1)
     return first[owner] + np.arange(len(owner)) - (ends - counts)[owner], ends - counts
 
 

@@ -39,8 +39,10 @@ def bring_up(
     wanted: Wanted,
     load: Callable[[], None],
     told: Told | None = None,
+    settle: Callable[[Pools], Pools] = lambda pools: pools,
 ) -> BroughtUp:
-    """Loads and allocates. ``load`` gives the runner its weights; ``steps`` are of its model.
+    """Loads and allocates. ``load`` gives the runner its weights; ``steps`` are of its model;
+    ``settle`` gives the pools for which all replicas have room.
 
     Raises ``Refused`` and ``RequestError`` for what can be known before it, and before anything is
     allocated; after it ``RequestError`` for caches that don't fit, and ``MemoryError``.
@@ -48,7 +50,7 @@ def bring_up(
     session = runner.session
     if runner.memory is None:
         _refuse_share(args, runner.backend)
-        pools = plan_caches(args, deployment, session.layouts, wanted)
+        pools = settle(plan_caches(args, deployment, session.layouts, wanted))
         load()
         runner.allocate_kv(pools)
         return BroughtUp(pools)
@@ -67,7 +69,7 @@ def bring_up(
         runner,
         Trials(steps, sizes, device, images),
         groups,
-        lambda profile: plan_caches(args, deployment, session.layouts, wanted, profile),
+        lambda profile: settle(plan_caches(args, deployment, session.layouts, wanted, profile)),
         warm=wanted.fill,  # what known requests need is compiled when they come
         told=told,
     )
@@ -98,6 +100,7 @@ def step_sizes(
         window=window,
         block_size=deployment.block_size,
         buckets=buckets or StepBuckets(),
+        replicas=deployment.data_parallel_size > 1,
     )
 
 

@@ -19,14 +19,22 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def ranks_of(deployment: Deployment) -> int:
+    """Ranks of a replica that core has to do with: one session of each."""
+    return 1 if deployment.spanning_session else deployment.tensor_parallel_size
+
+
 def shard_of(deployment: Deployment, rank: int) -> Shard:
-    """What rank ``rank`` of a deployment has of the weights. With expert parallelism, routed
-    experts are whole and shared out over the same ranks. ``ValueError`` for one that isn't there.
+    """What rank ``rank`` of a replica has of the weights. With expert parallelism, routed experts
+    are whole and shared out over the ranks of all replicas, else cut over them. ``ValueError`` for
+    a rank that isn't there.
     """
-    size = deployment.tensor_parallel_size
+    size, replica = ranks_of(deployment), deployment.data_parallel_rank
+    replicas = deployment.data_parallel_size
     if deployment.enable_expert_parallel:
-        return Shard(rank, size, rank, size)
-    return Shard(rank, size)
+        own = replica * size + rank
+        return Shard(rank, size, own, size * replicas, replica, replicas)
+    return Shard(rank, size, dp_rank=replica, dp_size=replicas)
 
 
 class TorchCollectives:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +26,9 @@ from ml4core.engine.sampling_params import SamplingParams
 from ml4core.engine.scheduler import Scheduler, SchedulerConfig, Work
 from ml4core.engine.step_input import Places, assemble
 from ml4core.engine.steps import StepHandle, StepRunner
+
+if TYPE_CHECKING:
+    from ml4core.engine.replicas.together import Together
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class EngineCore:
         mend_drafts: bool = False,
         max_images: int = 0,
         vision: VisionSpec | None = None,
+        together: Together | None = None,
     ) -> None:
         """
         Args:
@@ -80,6 +86,8 @@ class EngineCore:
                 with a step in flight, which has them from the device.
             max_images: in a prompt.
             vision: the encoder that they must fit; None leaves that to whoever runs the steps.
+            together: the replicas that this engine steps with, with work or without. Whoever runs
+                it calls ``step`` as soon as it ``has_work``, which others may give it.
         """
         self.kv = kv
         self.scheduler = Scheduler(config, kv)
@@ -107,6 +115,7 @@ class EngineCore:
             buckets=buckets or EXACT,
             ahead={group.name: group.ahead for group in kv.groups},
         )
+        self._together = together
         self._drafts = DraftCounts() if config.drafts else None
         self._open: dict[str, list[Request]] = {}
         self._flight: _Flight | None = None
@@ -116,7 +125,9 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do or to tell."""
-        return bool(self._ended or self._flight or self.scheduler.has_requests)
+        if self._ended or self._flight or self.scheduler.has_requests:
+            return True
+        return self._together is not None and self.fault is None and self._together.pending
 
     def check(self, name: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises ``RequestError`` for what can't be served even alone. Messages call the prompt
@@ -222,7 +233,9 @@ class EngineCore:
         )
 
     def _launch(self) -> _Flight | None:
-        """Schedules and starts a step; None if no request can take a row."""
+        """Schedules and starts a step; None if no request can take a row, here or in another
+        replica.
+        """
         schedule = self.scheduler.schedule()
         batch, before = self._batch, self._flight
         for request in schedule.preempted:
@@ -232,12 +245,20 @@ class EngineCore:
         for request in schedule.grown:
             batch.sync(request)
         if not schedule.work:
-            return None
+            return self._go_along()
         self._steps += 1
         work = in_row_order(schedule.work)
-        made = assemble(batch, work, (before.handle, before.draws) if before else None)
+        agree = None if self._together is None else partial(self._together.agree, self._steps)
+        made = assemble(batch, work, (before.handle, before.draws) if before else None, agree)
         self._prompt_tokens += made.prompt_tokens
         return _Flight(self._runner.launch(made.step), work, made.draws, made.prompts)
+
+    def _go_along(self) -> _Flight | None:
+        step = None if self._together is None else self._together.idle(self._steps + 1)
+        if step is None:
+            return None
+        self._steps += 1
+        return _Flight(self._runner.launch(step), [], {}, [])
 
     def _collect(self, flight: _Flight) -> list[SequenceOutput]:
         """Waits for a step and takes its tokens; those of requests that ended since are dropped."""
@@ -298,6 +319,8 @@ class EngineCore:
                 del self._open[request.id]
 
     def _stop(self, fault: Fault, cause: BaseException | None) -> list[SequenceOutput]:
+        if self._together is not None:
+            fault = self._together.stopped(fault)
         self.fault, self.cause = fault, cause
         self._flight = None
         requests = [request for sequences in self._open.values() for request in sequences]

@@ -71,6 +71,9 @@ class TimedSteps:
             raise FaultError(self._fault)
         try:
             return self._worker.call(seconds, function, *args)
+        except _GivenUp as given_up:
+            self._fault = given_up.fault
+            raise FaultError(self._fault) from None
         except _Late as late:
             self._fault = Fault(
                 "timeout",
@@ -79,6 +82,12 @@ class TimedSteps:
                 number,
             )
             raise FaultError(self._fault) from None
+
+    def give_up(self, fault: Fault) -> None:
+        """Ends the wait for a call that runs, if one does, with this fault: it waits for what has
+        gone. Any thread may ask for it.
+        """
+        self._worker.give_up(fault)
 
     def close(self, seconds: float | None = None) -> bool:
         """Ends the thread; False if a call is still inside, to which its things must be left.
@@ -118,12 +127,20 @@ class _Late(Exception):
     """A call did not end in time; the text says where it is."""
 
 
+class _GivenUp(Exception):
+    """A call is waited for no more."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+
 class _Worker:
     """A thread that makes one call after the other. It ends with this object."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._thread: threading.Thread | None = None
+        self._waiting: SimpleQueue[tuple[Any, BaseException | None]] | None = None
 
     def call(self, seconds: float, function: Callable[..., T], *args: Any) -> T:
         """What the function returns or raises. ``_Late`` after ``seconds``.
@@ -133,6 +150,7 @@ class _Worker:
         thread = self._thread or self._start()
         answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         call = _Call(function, args, answer)
+        self._waiting = answer
         self._calls.put(call)
         try:
             value, error = answer.get(timeout=seconds)
@@ -143,12 +161,18 @@ class _Worker:
                 with suppress(Empty):
                     answer.get(timeout=GRACE_S)
             raise
+        finally:
+            self._waiting = None
         if error is not None:
             try:
                 raise error
             finally:
                 del error  # it holds this frame
         return cast(T, value)
+
+    def give_up(self, fault: Fault) -> None:
+        if (waiting := self._waiting) is not None:
+            waiting.put((None, _GivenUp(fault)))
 
     def close(self, seconds: float) -> bool:
         """Whether the thread has ended, ``seconds`` after it was told to."""

@@ -149,21 +149,26 @@ class Parallel:
         1, "ranks that share the layers", short="-pp", part="pipeline parallelism"
     )
     data_parallel_size: int = flag(
-        1, "replicas of the attention", short="-dp", part="data parallelism"
+        1,
+        "replicas of the attention, each with requests of its own; all share the routed experts, "
+        "and step together",
+        short="-dp",
     )
     data_parallel_size_local: int | None = flag(
-        None, "replicas on this node", part="data parallelism"
+        None, "replicas that this launch starts: 1, with one launch a replica"
     )
-    data_parallel_start_rank: int | None = flag(
-        None, "first replica of this node", part="data parallelism", minimum=0
-    )
+    data_parallel_start_rank: int | None = flag(None, "number of this launch's replica", minimum=0)
     data_parallel_address: str | None = flag(
-        None, "host of the head node", part="data parallelism", metavar="HOST"
+        None, "host of replica 0; default: 127.0.0.1", metavar="HOST"
     )
     data_parallel_rpc_port: int | None = flag(
-        None, "port of the head node", part="data parallelism", maximum=PORT_MAX
+        None,
+        "port there at which replicas meet, and agree on each step; default: 29550",
+        maximum=PORT_MAX,
     )
-    enable_expert_parallel: bool = flag(False, "whole experts on each rank", short="-ep")
+    enable_expert_parallel: bool = flag(
+        False, "whole experts on each rank, of all replicas", short="-ep"
+    )
     enable_ep_weight_filter: bool = flag(
         False, "read only this rank's experts from disk, as is done in any case"
     )

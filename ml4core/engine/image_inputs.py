@@ -92,3 +92,8 @@ def block_keys(images: Sequence[PlacedImage], start: int, end: int) -> tuple[byt
         for image in images
         if image.start < end and start < image.end
     )
+
+
+def padded_rows(count: int) -> int:
+    """Rows of embeddings that a step with so many has."""
+    return 1 << (count - 1).bit_length() if count else 0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ml4core.api import StepPlan, VisionSpec
-from ml4core.engine.image_inputs import ImageRows, PlacedImage
+from ml4core.engine.image_inputs import ImageRows, PlacedImage, padded_rows
 from ml4core.engine.image_limits import KEPT_ROWS
 from ml4core.engine.transfers import upload
 from ml4core.models.pixtral_images import patch_images
@@ -35,7 +35,9 @@ class ImageEncoder:
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
 
     def place(self, plan: StepPlan, wanted: Sequence[ImageRows]) -> StepPlan:
-        """The plan with the embeddings that its rows take."""
+        """The plan with the embeddings that its rows take, padded to ``shape.images`` at least, as
+        another replica may take more.
+        """
         device = plan.token_ids.device
         index = np.full(plan.shape.rows, -1, np.int64)
         parts, total = [], 0
@@ -44,7 +46,9 @@ class ImageEncoder:
             index[item.rows] = np.arange(total, total + count)
             parts.append(self._embeddings(item.image)[item.first : item.first + count])
             total += count
-        padded = 1 << (total - 1).bit_length()
+        padded = max(padded_rows(total), plan.shape.images)
+        if not parts:
+            parts.append(self._none())
         embeddings = torch.cat(parts)
         embeddings = torch.nn.functional.pad(embeddings, (0, 0, 0, padded - total))
         self._forget()
@@ -54,6 +58,10 @@ class ImageEncoder:
             image_index=upload([index], device)[0],
             image_embeddings=embeddings,
         )
+
+    def _none(self) -> Tensor:
+        runner = self._runner
+        return torch.empty(0, runner.spec.hidden_size, dtype=runner.dtype, device=runner.device)
 
     def _embeddings(self, image: PlacedImage) -> Tensor:
         found = self._kept.get(image.key)

@@ -36,24 +36,22 @@ class StepLayout(NamedTuple):
 
 
 def lay_out(
-    rows: Ints, windows: int, verify_rows: int, buckets: StepBuckets, decodes: int | None = None
+    rows: Ints,
+    windows: int,
+    verify_rows: int,
+    buckets: StepBuckets,
+    decodes: int | None = None,
+    segments: tuple[Segment, Segment, Segment] | None = None,
 ) -> StepLayout:
     """The layout of work in row order that holds ``rows`` [W] of a plan: ``decodes`` (default: all
     of one row), then ``windows`` of ``verify_rows`` each, then chunks, shortest first.
+
+    ``segments``: those to be laid out in, in place of the buckets.
     """
     count = len(rows)
     if decodes is None:
         decodes = int((rows == 1).sum())
-    chunks = count - decodes - windows
-    decode, verify = _uniform("decode", decodes, 1, buckets), _NONE
-    if windows:
-        verify = _uniform("verify", windows, verify_rows, buckets)
-    prefill = _NONE
-    if chunks:
-        real = int(rows[count - chunks :].sum())
-        total = buckets.padded("prefill_rows", real)
-        requests = buckets.padded("prefill_requests", chunks)
-        prefill = Segment(requests, total, total if buckets.prefill_rows else int(rows[-1]))
+    decode, verify, prefill = segments or _padded(rows, decodes, windows, verify_rows, buckets)
     all_requests = decode.requests + verify.requests + prefill.requests
     places = np.arange(count)
     held = rows
@@ -62,7 +60,7 @@ def lay_out(
         places[decodes + windows :] += verify.requests - windows
         held = np.zeros(all_requests, np.int64)
         held[: decode.requests] = 1
-        held[decode.requests : decode.requests + verify.requests] = verify_rows
+        held[decode.requests : decode.requests + verify.requests] = verify.max_rows
         held[places] = rows
     query_start = np.zeros(all_requests + 1, np.int64)
     np.cumsum(held, out=query_start[1:])
@@ -72,6 +70,21 @@ def lay_out(
         owner = np.full(total, all_requests - 1, np.int64)
         owner[: query_start[-1]] = np.repeat(np.arange(all_requests), held)
     return StepLayout((decode, verify, prefill), places, query_start[places], query_start, owner)
+
+
+def _padded(
+    rows: Ints, decodes: int, windows: int, verify_rows: int, buckets: StepBuckets
+) -> tuple[Segment, Segment, Segment]:
+    decode, verify, prefill = _uniform("decode", decodes, 1, buckets), _NONE, _NONE
+    if windows:
+        verify = _uniform("verify", windows, verify_rows, buckets)
+    chunks = len(rows) - decodes - windows
+    if chunks:
+        real = int(rows[decodes + windows :].sum())
+        total = buckets.padded("prefill_rows", real)
+        requests = buckets.padded("prefill_requests", chunks)
+        prefill = Segment(requests, total, total if buckets.prefill_rows else int(rows[-1]))
+    return decode, verify, prefill
 
 
 def _uniform(name: str, count: int, width: int, buckets: StepBuckets) -> Segment:

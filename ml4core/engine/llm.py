@@ -19,6 +19,7 @@ from ml4core.engine.backend_choice import choose_backend
 from ml4core.engine.bring_up import bring_up
 from ml4core.engine.cache_identity import cache_root
 from ml4core.engine.cache_sizes import Wanted
+from ml4core.engine.collectives import ranks_of
 from ml4core.engine.core import EngineCore
 from ml4core.engine.estimates import estimates
 from ml4core.engine.generate import Completion, OnToken, generate
@@ -28,6 +29,7 @@ from ml4core.engine.model_files import ModelFiles
 from ml4core.engine.opening import open_core, open_steps
 from ml4core.engine.parts import Parts
 from ml4core.engine.ranks.devices import refusals as device_refusals
+from ml4core.engine.replicas.launch import refusals as replica_refusals
 from ml4core.engine.runner import ModelRunner
 from ml4core.engine.sampling_params import SamplingParams
 from ml4core.engine.speculative_config import SpeculativeConfig
@@ -92,9 +94,16 @@ class Engine:
             registry.notify_fault(self.core.fault, self._choice.manager)
 
     @property
-    def alarm(self) -> int | None:
-        """A descriptor that can be read from once another rank has failed; None without others."""
-        return None if self._parts.ranks is None else self._parts.ranks.alarm
+    def alarms(self) -> tuple[int, ...]:
+        """Descriptors of which one can be read from once another rank has failed, or while another
+        replica wants to step or to stop; none without others.
+        """
+        return self._parts.alarms
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Has it called, in another thread, when another replica gives the core work."""
+        if self._parts.lock_step is not None:
+            self._parts.lock_step.watch(callback)
 
     def look(self) -> Fault | None:
         """Stops the core if another rank has failed, also while nothing runs; its fault."""
@@ -112,13 +121,16 @@ class Engine:
         found = start_report(
             self._choice, self.deployment, self.runner, self.kv_plan, self.speculation
         )
-        ranks = self._parts.ranks
-        if ranks is not None:
+        ranks, deployment = self._parts.ranks, self.deployment
+        if deployment.tensor_parallel_size * deployment.data_parallel_size > 1:
             sums = getattr(self.runner.session, "switches", {}).get("all-reduce")
             found["parallel"] = {
-                "tensor_parallel_size": self.deployment.tensor_parallel_size,
-                "enable_expert_parallel": self.deployment.enable_expert_parallel,
-                **ranks.report(sums),
+                "tensor_parallel_size": deployment.tensor_parallel_size,
+                "data_parallel_size": deployment.data_parallel_size,
+                "data_parallel_rank": deployment.data_parallel_rank,
+                "enable_expert_parallel": deployment.enable_expert_parallel,
+                "spanning_session": deployment.spanning_session,
+                **({} if ranks is None else ranks.report(sums)),
             }
         if self._start is not None:
             share = self.deployment.gpu_memory_utilization
@@ -144,6 +156,7 @@ def open_engine(
     grammars: GrammarCompiler | None = None,
     fill: bool = False,
     starting: Told | None = None,
+    serves: bool = False,
 ) -> Engine:
     """Opens ``args.model`` on ``args.backend``.
 
@@ -157,21 +170,25 @@ def open_engine(
         fill: requests are not known yet: on a device that tells of its memory caches get all that
             is left of ``--gpu-memory-utilization``, whatever ``sequences`` and ``tokens_each`` are.
         starting: told how far warming up and capturing is there.
+        serves: whoever runs the engine steps as soon as the core has work, also where another
+            replica gives it. Without, several replicas are refused.
 
     Raises:
         Refused: with all reasons, before anything is allocated.
         CheckpointError: the checkpoint can't be used.
         RequestError: a flag's value can't be.
         MemoryError: the device has too little memory; names for what.
+        ReplicaLostError: another replica can't be opened.
     """
     args = switches.with_environment(args)
-    choice = choice or choose_backend(args)
+    choice = choice or choose_backend(args, serves=serves)
     files = ModelFiles.open(args)
     deployment = files.deployment(args, choice.device, choice.capabilities)
-    size = deployment.tensor_parallel_size
+    devices = [found.device for found in choice.devices]
     refusals = [
         *args.refusals(),
-        *device_refusals(size, [found.device for found in choice.devices]),
+        *replica_refusals(args, serves),
+        *device_refusals(ranks_of(deployment), devices),
         *resolving.layout_refusals(deployment),
         *resolving.limit_refusals(files.spec, choice.capabilities),
         *switches.refusals(
@@ -184,7 +201,7 @@ def open_engine(
         refusals += draft_refusals(config, files.spec.draft, choice.capabilities, rows)
     registry.check(deployment, choice.capabilities, choice.manager, refusals)
     files.check_cut(deployment)
-    parts = Parts.start(args, choice, files, size)
+    parts = Parts.start(args, choice, files, deployment)
     try:
         with parts.together():
             runner = parts.open(choice, deployment)
@@ -198,12 +215,24 @@ def open_engine(
                 wanted,
                 lambda: parts.load(files, runner, deployment, progress),
                 starting,
+                parts.settle,
             )
-        root = cache_root(deployment, plan.layouts, files.checkpoint.path.glob("*.safetensors"))
-        core = open_core(
-            args, deployment, choice.capabilities, runner, plan, steps, eos_ids, root, grammars
-        )
-        planner = {} if start is None else estimates(files.checkpoint, args, deployment)
+            tensors = files.checkpoint.path.glob("*.safetensors")
+            root = cache_root(deployment, plan.layouts, tensors)
+            core = open_core(
+                args,
+                deployment,
+                choice.capabilities,
+                runner,
+                plan,
+                steps,
+                eos_ids,
+                root,
+                grammars,
+                parts.lock_step,
+            )
+            planner = {} if start is None else estimates(files.checkpoint, args, deployment)
+            parts.ready()
     except BaseException:
         parts.close()
         raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ml4core.api import Capabilities, Deployment
 from ml4core.engine import resolve as resolving
 from ml4core.engine.args import EngineArgs
@@ -14,11 +16,15 @@ from ml4core.engine.image_limits import image_limit
 from ml4core.engine.images import ImageEncoder
 from ml4core.engine.kv_manager import KVManager
 from ml4core.engine.kv_pool import Pools
+from ml4core.engine.layout import EXACT
 from ml4core.engine.runner import ModelRunner
 from ml4core.engine.sampler import Sampler
 from ml4core.engine.scheduler import SchedulerConfig
 from ml4core.engine.speculation import Speculation
 from ml4core.engine.steps import ModelSteps, StepRunner
+
+if TYPE_CHECKING:
+    from ml4core.engine.replicas.lock_step import LockStep
 
 
 def open_steps(args: EngineArgs, deployment: Deployment, runner: ModelRunner) -> StepRunner:
@@ -50,8 +56,11 @@ def open_core(
     eos_ids: frozenset[int],
     cache_root: bytes = ROOT,
     grammars: GrammarCompiler | None = None,
+    lock_step: LockStep | None = None,
 ) -> EngineCore:
-    """The engine core over a runner whose weights and caches are there."""
+    """The engine core over a runner whose weights and caches are there; ``lock_step``: with the
+    other replicas, if there are any.
+    """
     overlap = args.async_scheduling
     if overlap is None:
         overlap = "feature:async_scheduling" in capabilities
@@ -70,6 +79,12 @@ def open_core(
         caching=args.enable_prefix_caching,
         root=cache_root,
     )
+    buckets = getattr(runner.session, "step_buckets", None) or EXACT
+    together = None
+    if lock_step is not None:
+        from ml4core.engine.replicas.together import Together  # what no replica alone needs
+
+        together = Together(lock_step, buckets, deployment.device.torch_device, steps)
     return EngineCore(
         steps,
         kv,
@@ -80,9 +95,10 @@ def open_core(
         seed=deployment.seed,
         device=deployment.device.torch_device,
         overlap=overlap,
-        buckets=getattr(runner.session, "step_buckets", None),
+        buckets=buckets,
         grammars=grammars,
         mend_drafts=drafts is not None and not drafts.drawn,
         max_images=image_limit(args.limit_mm_per_prompt),
         vision=deployment.model.vision,
+        together=together,
     )

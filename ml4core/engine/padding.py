@@ -31,6 +31,7 @@ class StepSizes:
         rows: of a step.
         longest: tokens of a sequence, and those that a drafter's block is ahead.
         window: rows of a verify window; 1 without a drafter.
+        replicas: whether one replica's chunks may stand beside what runs in another.
     """
 
     groups: tuple[str, ...]
@@ -40,6 +41,7 @@ class StepSizes:
     window: int
     block_size: int
     buckets: StepBuckets
+    replicas: bool = False
 
     def pages(self, tokens: int) -> int:
         """Pages that the table of a request of this many tokens has, padded."""
@@ -52,9 +54,11 @@ class StepSizes:
         return StepShape(*segments, _NONE, self._tables(pages), logits)
 
     def with_chunk(self, requests: int, rows: int, pages: int) -> StepShape:
-        """The same beside a chunk of a prompt, with ``rows`` rows together before any padding."""
+        """The same beside a chunk of a prompt, with ``rows`` rows together before any padding; of
+        several replicas, the chunk has as many.
+        """
         running = self._running(requests)
-        chunk = max(1, rows - requests * self.window)
+        chunk = max(1, rows if self.replicas else rows - requests * self.window)
         padded = self.buckets.padded("prefill_rows", chunk)
         prefill = Segment(self.buckets.padded("prefill_requests", 1), padded, padded)
         logits = self.buckets.padded("logits", running[0].rows + running[1].rows + 1)
@@ -124,11 +128,11 @@ def _plan(
     shape: StepShape, held: NDArray[np.int64], starts: NDArray[np.int64], device: torch.device
 ) -> StepPlan:
     rows, requests = shape.rows, shape.requests
+    # A step of several replicas may have fewer logits than its segments: none has all of them.
+    running = shape.decode.rows + shape.verify.rows
+    wanted: Sequence[int] = [*range(running), *([rows - 1] if shape.prefill.rows else [])]
     logits = np.zeros(shape.logits, np.int64)
-    wanted: Sequence[int] = range(shape.decode.rows + shape.verify.rows)
-    logits[: len(wanted)] = wanted
-    if shape.prefill.rows:
-        logits[len(wanted)] = rows - 1
+    logits[: len(wanted)] = wanted[: shape.logits]
     names = [group for group, _ in shape.pages]
     arrays: list[NDArray[np.generic]] = [
         np.zeros(rows, np.int64),

@@ -9,6 +9,7 @@ from ml4core.api.known_layouts import index_layout, latent_layout
 from ml4core.engine import graph_capture, switches
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
+from ml4core.engine.replicas.launch import address_of
 from ml4core.engine.speculative_config import KEYS, SpeculativeConfig, speculative_config
 from ml4core.planning.kv import DRAFT_LAYOUT
 
@@ -152,6 +153,7 @@ def resolve(
     drafts = speculation(args, spec)
     sequences, rows = step_limits(args, capabilities, drafts.window if drafts else 1)
     block_size = args.block_size or int(capabilities.defaults.get("block_size", BLOCK_SIZE))
+    address, port = address_of(args)
     return Deployment(
         model=spec,
         device=device,
@@ -168,9 +170,13 @@ def resolve(
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
         data_parallel_size=args.data_parallel_size,
+        data_parallel_rank=args.data_parallel_start_rank or 0,
+        data_parallel_address=address,
+        data_parallel_rpc_port=port,
         decode_context_parallel_size=args.decode_context_parallel_size,
         prefill_context_parallel_size=args.prefill_context_parallel_size,
         enable_expert_parallel=args.enable_expert_parallel,
+        spanning_session="feature:spanning_session" in capabilities,
         nnodes=args.nnodes,
         enforce_eager=graph_capture.is_eager(args.enforce_eager, args.compilation_config),
         cudagraph_capture_sizes=graph_capture.capture_sizes(

@@ -41,7 +41,7 @@ from ml4core.compose.bind import (
     bind_ops,
 )
 from ml4core.compose.context import StageContext
-from ml4core.engine.collectives import SingleRank, shard_of
+from ml4core.engine.collectives import SingleRank, ranks_of, shard_of
 from ml4core.engine.kv_pool import Pools, allocate
 from ml4core.engine.programs import Programs
 from ml4core.engine.transfers import upload
@@ -59,6 +59,7 @@ class ModelRunner:
         collectives: those of the session, else those that were given.
         shard: what of the weights this rank has: ``load`` takes what ``load_layers`` gives for it.
         spec: the table as this rank sees it.
+        device, dtype: of steps and their activations.
     """
 
     def __init__(
@@ -69,16 +70,18 @@ class ModelRunner:
         capabilities: Capabilities,
         *,
         collectives: Collectives | None = None,
+        replicas: Collectives | None = None,
     ) -> None:
-        """``collectives``: of the deployment's ranks, for a session that brings none; may be None
-        where there is one. ``ValueError`` for those of another number of ranks.
+        """``collectives``: of the replica's ranks, for a session that brings none; may be None
+        where there is one. ``replicas``: of those of this rank in all replicas; None where there is
+        one, or a session has its own. ``ValueError`` for those of another number of ranks.
         """
         ops, self._op_choices = bind_ops(session, capabilities, backend)
         self.session = session
         self.memory: DeviceMemory | None = getattr(session, "memory", None)
         self.backend = backend
         self.collectives = session.collectives or collectives or SingleRank()
-        ranks, size = self.collectives.world_size, deployment.tensor_parallel_size
+        ranks, size = self.collectives.world_size, ranks_of(deployment)
         if ranks != size:
             raise ValueError(
                 f"--tensor-parallel-size {size}, and the runner's collectives are of {ranks}; "
@@ -86,7 +89,8 @@ class ModelRunner:
             )
         self.shard: Shard = shard_of(deployment, self.collectives.rank)
         self.spec = shard_spec(deployment.model, self.shard)
-        self._device = deployment.device.torch_device
+        self.device = deployment.device.torch_device
+        self.dtype: torch.dtype = getattr(torch, deployment.dtype)
         self.vocab_size = deployment.model.vocab_size
         self.ops = ops
         self._context = StageContext(
@@ -94,8 +98,9 @@ class ModelRunner:
             layer=None,
             ops=ops,
             collectives=self.collectives,
-            dtype=getattr(torch, deployment.dtype),
+            dtype=self.dtype,
             mla_form=str(deployment.attention_config.get("mla_form", "auto")),
+            replicas=replicas or SingleRank(),
         )
         captured = getattr(session.executor, "captures_shape", lambda shape: False)
         self._bound: Programs[StepShape, tuple[BoundModel, Callable[..., StepOutput]]]
@@ -183,7 +188,7 @@ class ModelRunner:
             raise RuntimeError("load_vision() comes before encode_images()")
         call = self.stage("vision_encoder", VisionShape(len(batch.patches)))[0]
         arrays = [one.numpy() for one in (batch.patches, batch.positions, batch.image_ids)]
-        sent = upload(arrays, torch.device(self._device))
+        sent = upload(arrays, torch.device(self.device))
         with torch.inference_mode():
             found: torch.Tensor = call(self.vision_weights, *sent)
         return found[: sum(batch.counts)]

@@ -128,7 +128,7 @@ class Speculation:
         """Drafts [D, N] for the places behind what each draw emitted. Stores the step's rows."""
         plan, device = step.plan, ids.device
         rows = {r: row for r, row in zip(step.requests, step.rows, strict=True)}
-        if not rows:
+        if not rows and not step.others_draw:
             none = torch.empty(0, dtype=torch.int64, device=device)
             sampling = Sampling(torch.empty(0, device=device), none, none)
             drafting = Drafting(
@@ -161,7 +161,7 @@ class Speculation:
         )
         proposed = self._proposer.propose(drafting)
         self._check(proposed, total, origin)
-        if self._config.drawn:
+        if self._config.drawn and rows:
             self._keep(step.slots, proposed.logits[at, : self._depth])
         return proposed.ids[at, : self._depth]
 

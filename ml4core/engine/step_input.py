@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
+from ml4core.api import StepShape
 from ml4core.engine.batch import BatchState
 from ml4core.engine.feeding import Feed
-from ml4core.engine.image_inputs import ImageRows, rows_of
+from ml4core.engine.image_inputs import ImageRows, padded_rows, rows_of
 from ml4core.engine.sampler_io import SamplerRow
 from ml4core.engine.scheduler import Work
 from ml4core.engine.steps import PromptRows, StepHandle, StepInput
@@ -25,12 +27,36 @@ class Assembled(NamedTuple):
     prompt_tokens: int
 
 
+class Agreed(Protocol):
+    """What is known of a step before it is built, besides its work.
+
+    Attributes:
+        shape: what it has, at least.
+        draws: whether a request of any replica draws.
+    """
+
+    @property
+    def shape(self) -> StepShape: ...
+
+    @property
+    def draws(self) -> bool: ...
+
+
+Agree = Callable[[StepShape, bool], Agreed]
+"""Given the shape that a step would have, and whether one of its requests draws."""
+
+
 def assemble(
-    batch: BatchState, work: Sequence[Work], before: tuple[StepHandle, Places] | None
+    batch: BatchState,
+    work: Sequence[Work],
+    before: tuple[StepHandle, Places] | None,
+    agree: Agree | None = None,
 ) -> Assembled:
     """The step of work that is in row order.
 
-    ``before`` is the step in flight with its draws: the tokens that are not known yet are its.
+    Args:
+        before: the step in flight with its draws: the tokens that are not known yet are its.
+        agree: says what others need of the step.
     """
     reports: list[tuple[int, PromptRows]] = []
     prompt_tokens = 0
@@ -41,7 +67,8 @@ def assemble(
             report = _report(item)
             if report is not None:
                 reports.append((place, report))
-    built = batch.build(work, every_row=[place for place, _ in reports])
+    settling = None if agree is None else _Settling(agree, work)
+    built = batch.build(work, every_row=[place for place, _ in reports], settle=settling)
     firsts, plan_rows = built.logits.tolist(), built.layout.rows.tolist()
     requests_of = built.layout.requests.tolist()
 
@@ -100,8 +127,31 @@ def assemble(
         [item.request.slot for item in work if item.draws],
         [most for _, most in draws.values()],
         images,
+        settling is not None and settling.others_draw,
     )
     return Assembled(step, draws, [work[place] for place, _ in reports], prompt_tokens)
+
+
+class _Settling:
+    """Gives the step's shape the size on which all agree."""
+
+    def __init__(self, agree: Agree, work: Sequence[Work]) -> None:
+        self.others_draw = False
+        self._agree = agree
+        self._draws = any(item.draws for item in work)
+        self._images = padded_rows(sum(_image_rows(item) for item in work))
+
+    def __call__(self, shape: StepShape) -> StepShape:
+        agreed = self._agree(replace(shape, images=self._images), self._draws)
+        self.others_draw = agreed.draws
+        return agreed.shape
+
+
+def _image_rows(item: Work) -> int:
+    """Rows that take embeddings of images."""
+    if not item.request.images:
+        return 0
+    return sum(len(one.rows) for one in rows_of(item.request.images, item.start, item.end, 0))
 
 
 def _feed(feed: Feed, item: Work, row: int, request: int, source: tuple[int, int]) -> None:

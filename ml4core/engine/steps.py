@@ -47,6 +47,8 @@ class StepInput:
         slots: of each draw, a number that its request keeps from step to step.
         most: of each draw, tokens that it may emit.
         images: rows of the plan that take embeddings of images.
+        others_draw: whether a request of another replica draws: then a drafter goes along, whether
+            or not one of this step does.
     """
 
     plan: StepPlan
@@ -62,6 +64,7 @@ class StepInput:
     slots: list[int] = field(default_factory=list)
     most: list[int] = field(default_factory=list)
     images: list[ImageRows] = field(default_factory=list)
+    others_draw: bool = False
 
 
 class StepResult(NamedTuple):
@@ -122,7 +125,7 @@ class ModelSteps:
             made = step.before.settle()
             feed_plan(step.plan, step.feed, made, self._runner.block_size, self._runner.vocab_size)
             step = replace(step, before=None)  # else each step keeps all before it alive
-        if step.images:
+        if step.images or step.plan.shape.images:
             assert self._images is not None, "without an encoder no image is taken"
             step = replace(step, plan=self._images.place(step.plan, step.images), images=[])
         output = self._runner.launch(step.plan)

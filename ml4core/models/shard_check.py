@@ -52,23 +52,25 @@ def check_shard(
     """
     found: dict[tuple[str, _Constraint], list[str]] = {}
     for entry in expected_tensors(spec).values():
-        if entry.used and shard.cuts(entry.role):
+        if entry.used and shard.part(entry.role)[1] > 1:
             constraint = _constraint(spec, entry, report, requant)
             found.setdefault((entry.role, constraint), []).append(entry.name)
     problems = list(_expert_problems(spec, shard))
-    for (_, constraint), names in found.items():
-        if not constraint.allows(shard.tp_size):
+    for (role, constraint), names in found.items():
+        _, parts = shard.part(role)
+        if not constraint.allows(parts):
             alike = f" (and {len(names) - 1} alike)" if len(names) > 1 else ""
-            problems.append(f"{names[0]}{alike}: {constraint.text(shard.tp_size)}")
+            problems.append(f"{names[0]}{alike}: {constraint.text(parts)}")
     if not problems:
         return
-    lines = [f"{where}: can't be cut for tensor parallel size {shard.tp_size}", *problems]
+    across = f" over {shard.dp_size} replicas" if shard.dp_size > 1 else ""
+    lines = [f"{where}: can't be cut for tensor parallel size {shard.tp_size}{across}", *problems]
     if found:
         all_valid = [set(constraint.valid()) for _, constraint in found]
         sizes = ", ".join(map(str, sorted(set.intersection(*all_valid))))
         lines.append(f"TP sizes that work for every tensor: {sizes}")
         others = [set(c.valid()) for role, c in found if role not in EXPERT_ROLES]
-        whole = set.intersection(*others) if others else set()
+        whole = set.intersection(*others) if others else {shard.tp_size}
         if shard.ep_size == 1 and shard.tp_size in whole:
             lines.append(f"{shard.tp_size} works with --enable-expert-parallel: experts are whole")
     raise CheckpointError("\n  - ".join(lines))

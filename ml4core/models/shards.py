@@ -2,6 +2,7 @@
 
 Heads, widths and the vocabulary are cut over the tensor-parallel ranks, evenly; routed experts over
 the expert-parallel ranks, by ranges that may differ by one. What reads everything is on every rank.
+Replicas, of data parallelism, share nothing but routed experts: these are cut over all their ranks.
 
 rows            wq, wq_b, wkv_b (W_UK, W_UV) by heads; w1, w3 by width; embedding, output by tokens
 columns         wo by heads; w2 by width
@@ -75,38 +76,42 @@ class VocabRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which rank of how many. Ranks count from 0. ValueError for a rank that is not there."""
+    """Which rank of how many. Ranks count from 0. ValueError for a rank that is not there.
+
+    `dp`: the replica. Expert-parallel ranks are those of all replicas, those of one side by side.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
     ep_rank: int = 0
     ep_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep"):
+        for name in ("tp", "ep", "dp"):
             rank, size = getattr(self, f"{name}_rank"), getattr(self, f"{name}_size")
             if size < 1 or not 0 <= rank < size:
                 raise ValueError(f"{name}_rank {rank} of {name}_size {size}; ranks are 0 to size-1")
 
-    def share(self, total: int) -> Span:
-        """This rank's part of what is cut evenly. ValueError if it can't be."""
-        if total % self.tp_size:
-            raise ValueError(f"{total} can't be cut into {self.tp_size} equal parts")
-        size = total // self.tp_size
-        return self.tp_rank * size, (self.tp_rank + 1) * size
+    def part(self, role: str) -> tuple[int, int]:
+        """Which part, of how many, of tensors of the role this rank has; (0, 1): all."""
+        if role not in CUTS:
+            return 0, 1
+        if role not in EXPERT_ROLES:
+            return self.tp_rank, self.tp_size
+        if self.ep_size > 1:
+            return 0, 1
+        return self.dp_rank * self.tp_size + self.tp_rank, self.dp_size * self.tp_size
 
     def cut(self, role: str, shape: tuple[int, ...]) -> Cut:
         """What this rank has of a tensor [rows, ...] of the role."""
-        if not self.cuts(role):
+        part, parts = self.part(role)
+        if parts == 1:
             return ALL
         if CUTS[role] == "rows":
-            return Cut(rows=self.share(shape[0]))
-        return Cut(columns=self.share(shape[1]))
-
-    def cuts(self, role: str) -> bool:
-        """Whether tensors of the role are cut by tensor parallelism."""
-        whole = role in EXPERT_ROLES and self.ep_size > 1
-        return self.tp_size > 1 and role in CUTS and not whole
+            return Cut(rows=_share(shape[0], part, parts))
+        return Cut(columns=_share(shape[1], part, parts))
 
     def experts(self, count: int) -> range:
         """This rank's experts of `count`; the first ranks have one more if they don't divide."""
@@ -126,6 +131,14 @@ class Shard:
 
 
 WHOLE = Shard()
+
+
+def _share(total: int, part: int, parts: int) -> Span:
+    """One of equal parts. ValueError if there are none."""
+    if total % parts:
+        raise ValueError(f"{total} can't be cut into {parts} equal parts")
+    size = total // parts
+    return part * size, (part + 1) * size
 
 
 def padded_rows(weight: Weight, rows: int) -> Weight:
@@ -159,17 +172,17 @@ def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
 
 
 def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
-    def part(total: int, name: str) -> int:
-        if total % shard.tp_size:
-            raise ValueError(f"layer {layer.index}: {name} {total} over {shard.tp_size} ranks")
-        return total // shard.tp_size
+    def part(total: int, name: str, role: str = "wq") -> int:
+        _, parts = shard.part(role)
+        if total % parts:
+            raise ValueError(f"layer {layer.index}: {name} {total} over {parts} ranks")
+        return total // parts
 
     width, moe = layer.dense_width, layer.moe
     if moe is not None:
-        expert = moe.expert_width
         moe = replace(
             moe,
-            expert_width=expert if shard.ep_size > 1 else part(expert, "expert_width"),
+            expert_width=part(moe.expert_width, "expert_width", "experts_w2"),
             shared_width=part(moe.shared_width, "shared_width"),
             first_expert=shard.experts(moe.experts).start,
         )

@@ -16,10 +16,12 @@ from ml4core.api import Capabilities, Deployment, Device, ModelSpec, Refusal, Re
 from ml4core.engine import resolve as resolving
 from ml4core.engine import switches
 from ml4core.engine.args import EngineArgs
+from ml4core.engine.collectives import ranks_of
 from ml4core.engine.errors import ArgumentsError
 from ml4core.engine.image_limits import FLAG as IMAGES_FLAG
 from ml4core.engine.image_limits import image_limit
 from ml4core.engine.ranks.devices import refusals as device_refusals
+from ml4core.engine.replicas.launch import refusals as replica_refusals
 from ml4core.engine.speculative_config import refusals as draft_refusals
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.hub import is_local, resolve_model
@@ -96,9 +98,10 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
         found.append(Refusal("core", IMAGES_FLAG, reason, "leave it out"))
     deployment = _deployment(args, spec, model, device, capabilities)
     experts = {lot.format for lot in model.table.lots if lot.role in EXPERT_ROLES}
+    found += replica_refusals(args)
     if choice is not None:
         devices = [one.device for one in choice.devices]
-        found += device_refusals(deployment.tensor_parallel_size, devices)
+        found += device_refusals(ranks_of(deployment), devices)
     found += resolving.layout_refusals(deployment)
     found += resolving.limit_refusals(spec, capabilities)
     found += switches.refusals(args.additional_config, experts, capabilities)

@@ -22,6 +22,8 @@ class AsyncLLM(OpenedModel):
     ``async with`` block.
     """
 
+    _serves = True
+
     def _start(self, opened: Opened) -> None:
         super()._start(opened)
         self._thread = EngineThread(opened.engine)

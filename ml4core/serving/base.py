@@ -17,6 +17,9 @@ class OpenedModel:
         args: with the model as a local folder.
     """
 
+    _serves = False
+    """Whether the engine steps without being asked, as replicas need it."""
+
     def __init__(self, model: str = EMBEDDED, backend: str = "cpu", **flags: Any) -> None:
         """Opens a model.
 
@@ -32,13 +35,13 @@ class OpenedModel:
             CheckpointError: the checkpoint or the tokenizer can't be used.
             RequestError: a flag's value can't be, with this model.
         """
-        self._start(open_for_any(make_args(model, backend, flags)))
+        self._start(open_for_any(make_args(model, backend, flags), serves=self._serves))
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
         """Raises as the constructor does."""
         made = cls.__new__(cls)
-        made._start(open_for_any(args))
+        made._start(open_for_any(args, serves=cls._serves))
         return made
 
     def _start(self, opened: Opened) -> None:

@@ -71,6 +71,7 @@ class EngineThread:
         self._end: Callable[[], Exception] | None = None  # makes what callers get from then on
         self._close_lock = threading.Lock()
         self._engine_closed = False
+        engine.watch(self._nudge)
         # A process that forgets to close must still be able to exit.
         self._thread = threading.Thread(target=self._serve, name="ml4core-engine", daemon=True)
         self._thread.start()
@@ -116,6 +117,11 @@ class EngineThread:
             if not self.ended:
                 self._commands.append(command)
                 self._wake.notify()
+
+    def _nudge(self) -> None:
+        """Others want to step, or to stop."""
+        with self._wake:
+            self._wake.notify()
 
     # What follows runs in the thread.
 

@@ -86,8 +86,8 @@ def cache_wishes(args: EngineArgs, capabilities: Capabilities, spec: ModelSpec) 
     return sequences, min(context, max(MIN_ROOM, -(-context // sequences)))
 
 
-def open_for_any(args: EngineArgs, starting: Told | None = None) -> Opened:
-    """Opens for requests that are not known yet.
+def open_for_any(args: EngineArgs, starting: Told | None = None, *, serves: bool = True) -> Opened:
+    """Opens for requests that are not known yet; ``serves``: see ``open_engine``.
 
     Without ``kv_cache_memory_bytes`` the caches have what is left of ``gpu_memory_utilization`` on
     a device that tells of its memory, else what ``cache_wishes`` says; sequences share them as they
@@ -97,7 +97,7 @@ def open_for_any(args: EngineArgs, starting: Told | None = None) -> Opened:
     """
     from ml4core.engine.llm import open_engine  # imports torch
 
-    choice = choose_backend(args)
+    choice = choose_backend(args, serves=serves)
     args, tokenizer, spec = open_tokenizer(args)
     sequences, tokens_each = cache_wishes(args, choice.capabilities, spec)
     if image_limit(args.limit_mm_per_prompt):
@@ -112,5 +112,6 @@ def open_for_any(args: EngineArgs, starting: Told | None = None) -> Opened:
         grammars=grammars,
         fill=True,
         starting=starting,
+        serves=serves,
     )
     return Opened(args, tokenizer, engine, grammars)

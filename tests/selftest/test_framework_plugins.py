@@ -49,6 +49,7 @@ class Sick:
     def __init__(self, folder: Path, **parts: str) -> None:
         self.folder = folder
         text = {"top": "", "probe": "pass", "open": "pass"} | parts
+        self.limit = "8" if "sleep" in text["probe"] else "120"  # seconds of a probe
         (folder / "plug_sick.py").write_text(SOURCE.format(**text), "utf-8")
         info = folder / "dist_sick-1.0.dist-info"
         info.mkdir()
@@ -58,7 +59,7 @@ class Sick:
         (info / "entry_points.txt").write_text("[ml4core.backends]\nsick = plug_sick\n")
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        environment = dict(os.environ, PYTHONPATH=str(self.folder), ML4_PROBE_TIMEOUT="8")
+        environment = dict(os.environ, PYTHONPATH=str(self.folder), ML4_PROBE_TIMEOUT=self.limit)
         command = ["conformance", "run", "--backend", "sick", "--json", "r.json", *words]
         return subprocess.Popen(
             [sys.executable, "-c", BOOT, *command],

@@ -108,6 +108,7 @@ def test_what_outlives_the_grace_is_cut_off_and_told(serve: Callable[..., Any]) 
     assert "fault of ml4core" not in told, "it is the operator's grace"
 
 
+@pytest.mark.alone
 def test_a_killed_engine_is_told_within_seconds(serve: Callable[..., Any], until: Any) -> None:
     server = serve("--null-step-ms", "20")
     stream = Stream(server, 4000)

@@ -246,7 +246,8 @@ def test_no_token_of_a_failed_step_leaves(ends: Any) -> None:
 def test_an_alarm_stops_an_engine_that_has_nothing_to_do(ends: Any) -> None:
     channel, server = ends
     core = null_core(1, 100, overlap=False)
-    channel.alarm, ring = os.pipe()
+    alarm, ring = os.pipe()
+    channel.alarms = (alarm,)
     lost = Fault("rank", "rank 1 has gone", 0, 1)
 
     def look() -> Fault | None:
@@ -256,7 +257,7 @@ def test_an_alarm_stops_an_engine_that_has_nothing_to_do(ends: Any) -> None:
     threading.Timer(0.2, os.write, (ring, b"!")).start()
     assert EngineLoop(core, channel, look).run() == lost
     os.close(ring)
-    os.close(channel.alarm)
+    os.close(alarm)
     channel.drain(10)
     (told,) = Frames().feed(server.recv(1 << 20))
     assert told == Stopped("rank", "rank 1 has gone")

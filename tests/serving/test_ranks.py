@@ -28,6 +28,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.alone
 def test_a_killed_rank_is_told_within_seconds(
     words: Any, start: Callable[..., Any], until: Any, alive: Callable[[int], bool]
 ) -> None:

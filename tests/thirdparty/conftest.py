@@ -25,7 +25,7 @@ class Installed:
     checkout: Path
     site: Path
 
-    def run(self, *command: str | Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str | Path, timeout: float = 540) -> subprocess.CompletedProcess[str]:
         """A command in the checkout, in an environment that has the plugin."""
         environment = {**os.environ, "PYTHONPATH": str(self.site), "OMP_NUM_THREADS": "1"}
         environment.pop("PYTEST_ADDOPTS", None)
@@ -41,7 +41,7 @@ class Installed:
         )
 
     def ml4(
-        self, *words: str | Path, first: str = "", timeout: float = 200
+        self, *words: str | Path, first: str = "", timeout: float = 540
     ) -> subprocess.CompletedProcess[str]:
         """The command ``ml4``; ``first`` is Python that runs before it."""
         return self.run("-c", f"{first}\n{_ML4}", *words, timeout=timeout)

@@ -103,10 +103,35 @@ def test_unread_switches_are_refused(deployment: Deployment) -> None:
 
 
 def test_undeclared_needs_are_refused(deployment: Deployment) -> None:
-    needs = frozenset({"parallel:tp", "feature:graph_capture"})
+    needs = frozenset({"parallel:pp", "feature:graph_capture"})
     text = refused(replace(deployment, needs=needs))
-    assert "parallel:tp" in text
+    assert "parallel:pp" in text
     assert "feature:graph_capture" in text
+
+
+def test_what_does_not_divide_among_ranks_is_refused_by_name(deployment: Deployment) -> None:
+    """The published model has 64 query heads and 128 experts."""
+    whole = replace(deployment, tensor_parallel_size=8, data_parallel_size=4)
+    assert subjects(replace(whole, enable_expert_parallel=True)) == []
+    assert subjects(whole) == []
+    wrong = replace(whole, tensor_parallel_size=6, enable_expert_parallel=True)
+    found = ml4core_refusals(wrong, capabilities(wrong.device))
+    assert {(one.subject, one.reason.split(" don't")[0]) for one in found} == {
+        ("--tensor-parallel-size 6", "64 query heads"),
+        ("--tensor-parallel-size 6", "16384 inner values of a dense layer"),
+        ("--tensor-parallel-size 6 --data-parallel-size 4", "128 experts"),
+    }
+    assert {one.remedy for one in found if "heads" in one.reason} == {"1, 2, 4 ranks"}
+
+
+def test_a_mesh_runs_programs_of_jax_alone(deployment: Deployment) -> None:
+    asked = {"device": "interpreted", "tpu": {"runtime": "torch_xla"}}
+    wrong = replace(deployment, tensor_parallel_size=2, enforce_eager=True, additional_config=asked)
+    reasons = [one.reason for one in ml4core_refusals(wrong, capabilities(wrong.device))]
+    assert [reason.split(":")[0] for reason in reasons] == [
+        "--enforce-eager",
+        "tpu.runtime=torch_xla",
+    ]
 
 
 def test_a_real_device_is_refused_where_there_is_none(deployment: Deployment) -> None:

@@ -29,8 +29,6 @@ ARGS = EngineArgs(
 )
 MISSING = {"chip", "device", "libtpu", "runtime"}
 """Subjects of what isn't on this machine: chips, and what may not be installed."""
-MESH = {"parallel:dp", "parallel:ep", "parallel:tp"}
-"""What no engine drives on TPUs yet."""
 
 
 def own(launch: Launch) -> set[str]:
@@ -39,16 +37,14 @@ def own(launch: Launch) -> set[str]:
 
 @pytest.mark.skipif(bool(find_chips()[0]), reason="there is a TPU")
 @pytest.mark.parametrize("host", range(4))
-def test_the_backend_misses_nothing_but_the_hardware(host: int) -> None:
+def test_nothing_is_missing_but_the_hardware(host: int) -> None:
     """Its layouts, widths and pages serve the published model at its whole context."""
     launch = judge(replace(ARGS, data_parallel_start_rank=host), {})
     assert "chip" in own(launch)
     assert own(launch) <= MISSING
     assert launch.deployment is not None
     assert launch.deployment.max_model_len == 1 << 20
-    others = {one.subject for one in launch.refusals if one.source != "tpu"}
-    words = {one for one in others if not one.startswith("--data-parallel")}
-    assert words == MESH
+    assert not {one.subject for one in launch.refusals if one.source != "tpu"}
 
 
 def call(*words: str) -> tuple[int, str]:

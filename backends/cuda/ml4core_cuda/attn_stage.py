@@ -1,4 +1,4 @@
-"""Who can serve the ``attn_inputs`` stage here, and why not."""
+"""Who can serve the stages ``attn_inputs`` and ``attn_output`` here, and why not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ml4core_cuda.capabilities import KEYS, LATENTS
 from ml4core_cuda.ffn_stage import release, wanted_act
 
 PROVIDER = "ml4core-cuda/attn_inputs"
+OUTPUT_PROVIDER = "ml4core-cuda/attn_output"
 MAX_ROWS = 16
 """Rows of a step at most: with more, products apart keep the matrix units busier."""
 
@@ -25,7 +26,32 @@ def attn_inputs_candidates(
         return (Rejected(PROVIDER, tuple(found)),)
     from ml4core_cuda.kernels.attn_inputs import attn_inputs
 
-    return (Accepted(PROVIDER, attn_inputs(layer), release()),)
+    return (Accepted(PROVIDER, attn_inputs(layer, ahead=True), release()),)
+
+
+def attn_output_candidates(
+    layer: LayerSpec, shape: StepShape, deployment: Deployment
+) -> Sequence[Candidate]:
+    """The stage in launches that follow each other closely, for very few rows of one rank."""
+    from ml4core_cuda.kernels.attn_output import MAX_ROWS as MOST
+    from ml4core_cuda.kernels.attn_output import attn_output
+
+    def refusal(reason: str, remedy: str = "") -> Refusal:
+        return Refusal("cuda", "stage:attn_output", reason, remedy)
+
+    found = []
+    if shape.rows > MOST:
+        found.append(refusal(f"it is made for {MOST} rows at most; this step has {shape.rows}"))
+    if (ranks := deployment.tensor_parallel_size) > 1:
+        reason = f"heads are spread over {ranks} ranks, whose sums come before the norm"
+        found.append(refusal(reason, "--tensor-parallel-size 1"))
+    if act := wanted_act(deployment):
+        found.append(
+            refusal(f"inputs of products are to be quantised to {act}; it takes them as they are")
+        )
+    if found:
+        return (Rejected(OUTPUT_PROVIDER, tuple(found)),)
+    return (Accepted(OUTPUT_PROVIDER, attn_output(layer), release()),)
 
 
 def against(layer: LayerSpec, deployment: Deployment) -> Iterator[Refusal]:

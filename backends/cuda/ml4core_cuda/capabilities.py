@@ -17,7 +17,7 @@ KEYS = ("planar_f32", "planar_ue8m0x4", "fp32")
 
 _COMMON = frozenset(
     {f"op:{name}" for name in OWN}
-    | {"stage:attn_inputs", "stage:select", "stage:sparse_mla", "stage:ffn"}
+    | {"stage:attn_inputs", "stage:select", "stage:sparse_mla", "stage:attn_output", "stage:ffn"}
     | {"stage:decoder_layer", "feature:latency_decode"}
     | {f"kv:{name}" for name in LATENTS}
     | {f"index:{name}" for name in ("planar_f32", "fp32")}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from ml4core.api import Accepted, Candidate, Deployment, LayerSpec, Refusal, Rejected, StepShape
-from ml4core_cuda.attn_stage import attn_inputs_candidates
+from ml4core_cuda.attn_stage import attn_inputs_candidates, attn_output_candidates
 from ml4core_cuda.capabilities import KEYS, LATENTS
 from ml4core_cuda.ffn_stage import ffn_candidates, release
 from ml4core_cuda.latency import layer_candidates
@@ -30,6 +30,8 @@ def candidates(
         return ffn_candidates(layer, shape, deployment)
     if layer is not None and stage == "attn_inputs":
         return attn_inputs_candidates(layer, shape, deployment)
+    if layer is not None and stage == "attn_output":
+        return attn_output_candidates(layer, shape, deployment)
     if layer is not None and stage == "decoder_layer":
         return layer_candidates(layer, shape, deployment)
     if layer is None or stage not in ("select", "sparse_mla"):
@@ -82,7 +84,7 @@ def _own_call(stage: str, layer: LayerSpec) -> Callable[..., object]:
         return sparse_mla_stage(layer)
     from ml4core_cuda.kernels.select_stage import select_stage
 
-    return select_stage(layer)
+    return select_stage(layer, ahead=True)
 
 
 def _peer_call(name: str, layer: LayerSpec) -> Callable[..., object]:

@@ -38,15 +38,17 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "attend_slots",
             "attend",
             "latents",
+            "fp8",
         ),
         "merge_lse": ("merge_lse",),
         "window_mla": ("window_mla", "attend", "latents"),
         "indexer_logits": ("indexer_logits", "score_keys", "keys", "page_logits"),
-        "topk": ("topk", "sieve_topk"),
+        "topk": ("topk", "sieve_topk", "spread_topk", "topk_steps"),
         "gemm_row": ("gemm", "row_sums", "fp4", "weights"),
         "gemm_tile": ("gemm", "products", "weight_tiles", "weights"),
         "gemm_many": ("gemm", "many_rows"),
-        "moe_row": ("moe_row", "latency_experts", "row_sums", "fp4", "weights"),
+        "moe_row": ("moe_row", "latency_experts", "row_sums", "weights"),
+        "moe_fp4": ("moe_fp4", "fp4_rows", "fp4"),
         "moe_gated": (
             "moe_experts",
             "many_experts",
@@ -64,7 +66,13 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "fp4",
         ),
         "router": ("router",),
-        "attn_inputs": ("attn_inputs", "attn_products", "row_sums", "products", "weight_tiles"),
+        "attn_inputs": (
+            "attn_inputs",
+            "attn_products",
+            "row_sums",
+            "products",
+            "weight_tiles",
+        ),
     }
 )
 """Kernels whose sizes are measured, and the files that their times depend on most."""

@@ -41,9 +41,11 @@ class Buckets:
         """Pages of a request, in a pool of ``blocks``."""
         return min(self.pages, self._pool(blocks))
 
-    def pool(self, requests: int, blocks: int) -> int:
-        """Pages of the pool that a program gets: what a step's requests can see of ``blocks``."""
-        return self._pool(min(self.tables(requests) * self.pages, blocks))
+    def pool(self, requests: int, columns: int, blocks: int) -> int:
+        """Pages of the pool that a program gets: what a step's requests, of ``columns`` pages each,
+        can see of ``blocks``. It never depends on what they do see, which differs between hosts.
+        """
+        return self._pool(min(self.tables(requests) * max(self.pages, columns), blocks))
 
     @staticmethod
     def _pool(pages: int) -> int:
@@ -57,12 +59,17 @@ class Buckets:
 
 def buckets_of(deployment: Deployment) -> Buckets:
     """Tokens 16 (64 on the host), twice that, ... and as many as a step may have; requests 8, 16,
-    ... likewise.
+    ... likewise. A step of several hosts may have one's chunk of a prompt beside another's decodes.
     """
     least = LEAST_TOKENS if deployment.device.kind == "real" else LEAST_TOKENS_HOST
     pages = max(1, -(-deployment.max_model_len // deployment.block_size))
+    tokens = doubling(least, deployment.max_num_batched_tokens)
+    if deployment.data_parallel_size > 1:
+        draft = deployment.model.draft
+        running = deployment.max_num_seqs * (1 if draft is None else draft.depth + 1)
+        tokens = (*tokens, tokens[-1] + running)
     return Buckets(
-        doubling(least, deployment.max_num_batched_tokens),
+        tokens,
         doubling(LEAST_REQUESTS, deployment.max_num_seqs),
         max(LEAST_REQUESTS, deployment.max_num_seqs),
         pages,

@@ -12,6 +12,7 @@ from ml4core_tpu.layouts import (
     fits_tiles,
     widths_of,
 )
+from ml4core_tpu.mesh_runtime import mesh_refusals
 from ml4core_tpu.ops import ACTS, INDEX_KINDS, LATENT_KINDS, OWN
 
 SERVED = frozenset({"tpu7x"})
@@ -25,6 +26,7 @@ _FEATURES = frozenset(
     | {f"act:{act}" for act in ("bf16", "fp32", *ACTS)}
     | {"stage:decoder_layer"}
     | {"feature:compose", "feature:prefix_caching"}
+    | {"feature:spanning_session", "parallel:tp", "parallel:ep", "parallel:dp"}
     | {"spec:dspark", "spec:probabilistic_drafts", "spec:block_verification"}
 )
 _SMEM_BYTES = 1 << 20
@@ -68,7 +70,8 @@ def refusals(deployment: Deployment, capabilities: Capabilities) -> tuple[Refusa
         found.append(
             Refusal("tpu", f"index:{index}", reason, f"--block-size {LANES}, or a multiple")
         )
-    return (*found, *_small_pages(deployment), *_widths(deployment))
+    more = (*_small_pages(deployment), *_widths(deployment), *mesh_refusals(deployment))
+    return (*found, *more)
 
 
 def smallest_page(max_model_len: int, max_num_seqs: int) -> int:

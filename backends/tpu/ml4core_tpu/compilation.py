@@ -122,15 +122,16 @@ def _default_folder() -> str:
 class Told(Mapping[str, str]):
     """The session's settings, as they are when they are asked for."""
 
-    def __init__(self, runtime: str, buckets: Buckets, programs: Programs) -> None:
-        self._runtime = runtime
+    def __init__(self, fixed: Mapping[str, str], buckets: Buckets, programs: Programs) -> None:
+        """``fixed``: those that stay as they are."""
+        self._fixed = fixed
         self._buckets = buckets
         self._programs = programs
 
     def _now(self) -> dict[str, str]:
         made = self._programs.made
         return {
-            "runtime": self._runtime,
+            **self._fixed,
             "token_buckets": self._buckets.told,
             "request_buckets": ", ".join(map(str, self._buckets.requests)),
             "programs": f"{len(made)} of layers, in {sum(one.seconds for one in made):.1f} s",

@@ -44,3 +44,37 @@ def packed_experts(weight: Weight, halves: int) -> Weight:
         row_scale = torch.ones(scale.shape[0], scale.shape[2], device=scale.device)
     parts = {"data": data, "scale": scale, "row_scale": row_scale.unsqueeze(1).contiguous()}
     return Weight(PACKED + weight.format, weight.shape, parts)
+
+
+def packed_by_width(weight: Weight, halves: int, ranks: int) -> Weight:
+    """The same of a stack of which ``ranks`` ranks have a part of each matrix, packed on its own
+    and one after the other: rows where gate and up are two ``halves``, else columns. ``ValueError``
+    if they don't divide into whole groups.
+    """
+    if ranks == 1:
+        return packed_experts(weight, halves)
+    rows, group = halves == 2, GROUPS[weight.format]
+    size = weight.shape[1] // halves if rows else weight.shape[2] // group
+    if size % ranks or (not rows and weight.shape[2] % group):
+        what = "rows of gate and of up" if rows else f"groups of {group} columns"
+        raise ValueError(f"{size} {what} of {weight.format} don't divide into {ranks} ranks")
+
+    def cut(part: Tensor, rank: int) -> Tensor:
+        if rows:
+            return part.unflatten(1, (halves, ranks, -1))[:, :, rank].flatten(1, 2)
+        return part if part.ndim < 3 else part.unflatten(2, (ranks, -1))[:, :, rank]
+
+    def packed(rank: int) -> Weight:
+        parts = {name: cut(part, rank) for name, part in weight.parts.items()}
+        stack, height, width = weight.shape
+        shape = (stack, height // ranks, width) if rows else (stack, height, width // ranks)
+        return packed_experts(Weight(weight.format, shape, parts), halves)
+
+    each = [packed(rank) for rank in range(ranks)]
+    found = {
+        name: torch.cat([one.parts[name] for one in each], 2 if rows else 1)
+        for name in ("data", "scale")
+    }
+    scales = [one.parts["row_scale"] for one in each]
+    found["row_scale"] = torch.cat(scales, 2) if rows else scales[0]
+    return Weight(each[0].format, weight.shape, found)

@@ -31,12 +31,13 @@ from ml4core.api import (
 )
 from ml4core.api.known_layouts import PER_TENSOR
 from ml4core_tpu.bridge import host_environment
-from ml4core_tpu.buckets import buckets_of
+from ml4core_tpu.buckets import Buckets, buckets_of
 from ml4core_tpu.compilation import Told, compilation_cache, release_programs, warms_up
 from ml4core_tpu.executor import BucketExecutor, EagerExecutor
-from ml4core_tpu.expert_weights import packed_experts
+from ml4core_tpu.expert_weights import packed_by_width
 from ml4core_tpu.layer_choice import PROVIDER, layer_refusals
 from ml4core_tpu.layouts import layouts_for
+from ml4core_tpu.mesh_runtime import leave, open_mesh, spans, told_mesh
 from ml4core_tpu.ops import act_of, ops_for
 from ml4core_tpu.product_ops import GROUPS
 from ml4core_tpu.programs import Programs
@@ -44,6 +45,7 @@ from ml4core_tpu.release import release
 from ml4core_tpu.runtimes import LAZY
 
 if TYPE_CHECKING:
+    from ml4core_tpu.kernels.layer.mesh_stage import MeshPrograms
     from ml4core_tpu.kernels.layer.stage import LayerPrograms
 
 _KEPT_FP32 = frozenset({"index_weights_proj", "gate"})
@@ -69,6 +71,7 @@ class TpuSession:
         self._dtype = getattr(torch, deployment.dtype)
         self._deployment = deployment
         self._layers: LayerPrograms | None = None
+        self._mesh: MeshPrograms | None = None
         self.switches: Mapping[str, str] = MappingProxyType({"runtime": runtime})
         if runtime == LAZY:
             self._lazy()
@@ -84,12 +87,10 @@ class TpuSession:
         self.executor = LazyExecutor(self._torch_device)
 
     def _compiled(self, runtime: str) -> None:
-        """Layers become programs."""
+        """Layers become programs, on one device or on a mesh of them."""
         compilation_cache(self._deployment)
-        from ml4core_tpu.kernels.layer.stage import LayerPrograms
-
         buckets, programs = buckets_of(self._deployment), Programs()
-        self._layers = LayerPrograms(programs, buckets, act_of(self._deployment))
+        self._layers = self._programs_of_layers(programs, buckets)
         self.step_buckets = StepBuckets(logits=buckets.requests)
         self.executor = BucketExecutor(
             self._deployment.model,
@@ -100,7 +101,20 @@ class TpuSession:
             self.ops["gemm"],
             warms_up(self._deployment),
         )
-        self.switches = Told(runtime, buckets, programs)
+        mesh = {"mesh": told_mesh(self._deployment)} if self._mesh is not None else {}
+        self.switches = Told({"runtime": runtime, **mesh}, buckets, programs)
+
+    def _programs_of_layers(self, programs: Programs, buckets: Buckets) -> LayerPrograms:
+        act = act_of(self._deployment)
+        if not spans(self._deployment):
+            from ml4core_tpu.kernels.layer.stage import LayerPrograms
+
+            return LayerPrograms(programs, buckets, act)
+        mesh, by_width = open_mesh(self._deployment), not self._deployment.enable_expert_parallel
+        from ml4core_tpu.kernels.layer.mesh_stage import MeshPrograms
+
+        self._mesh = MeshPrograms(mesh, by_width, programs, buckets, act)
+        return self._mesh
 
     def providers(
         self, stage: str, layer: LayerSpec | None, shape: StepShape | VisionShape
@@ -119,13 +133,17 @@ class TpuSession:
         part: ModelPart = "decoder",
     ) -> Mapping[str, Tensor | Weight]:
         """Brings each weight to the device once; tied ones stay one. Plain matrices take the
-        compute dtype, but for those that the model wants in fp32.
+        compute dtype, but for those that the model wants in fp32. Those of the decoder's layers are
+        cut over the devices of a mesh.
         """
-        weights = {name: _packed(name, value) for name, value in weights.items()}
+        mesh = self._mesh if part == "decoder" else None
+        parts = 1 if mesh is None else mesh.parts_of_experts
+        weights = {name: _packed(name, value, parts) for name, value in weights.items()}
         # The encoder of images is called with tensors of the host, whatever the runtime.
         host = torch.device(self.device.torch_device)
         copies = _Copies(host if part == "vision" else self._torch_device)
-        return {name: self._prepared(name, value, copies) for name, value in weights.items()}
+        prepared = {name: self._prepared(name, value, copies) for name, value in weights.items()}
+        return prepared if mesh is None or layer is None else mesh.place(layer, prepared)
 
     def _prepared(self, name: str, value: Tensor | Weight, copies: _Copies) -> Tensor | Weight:
         if not isinstance(value, Weight):
@@ -162,8 +180,10 @@ class TpuSession:
         return None
 
     def close(self) -> None:
-        self._layers = None
+        self._layers = self._mesh = None
         release_programs()
+        if self._deployment.data_parallel_size > 1:
+            leave()
 
 
 class _Copies:
@@ -182,8 +202,8 @@ class _Copies:
         return known
 
 
-def _packed(name: str, value: Tensor | Weight) -> Tensor | Weight:
-    """FP4 experts as their kernel reads them; anything else as it is."""
+def _packed(name: str, value: Tensor | Weight, ranks: int) -> Tensor | Weight:
+    """FP4 experts as their kernel reads them, in parts of so many ranks; anything else as it is."""
     if isinstance(value, Weight) and name in _EXPERTS and value.format in GROUPS:
-        return packed_experts(value, _EXPERTS[name])
+        return packed_by_width(value, _EXPERTS[name], ranks)
     return value

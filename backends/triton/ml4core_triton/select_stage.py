@@ -75,7 +75,9 @@ def pieces(plan: StepPlan, columns: int) -> Iterator[tuple[slice, slice, Tensor,
     first_row = first_request = 0
     for segment in plan.shape.segments:
         last_request = first_request + segment.requests
-        start = plan.query_start[first_request : last_request + 1] - first_row
+        start = plan.query_start[first_request : last_request + 1]
+        if first_row:
+            start = start - first_row
         requests = slice(first_request, last_request)
         for i in range(0, segment.rows, limit):
             j = min(i + limit, segment.rows)

@@ -49,6 +49,7 @@ def checks() -> list[Check]:
 
 def _logits(expert_parallel: bool, subject: Subject) -> None:
     words = {"parallel:tp"} | ({"parallel:ep"} if expert_parallel else set())
+    spans = "feature:spanning_session" in subject.capabilities
     with checkpoint(layers=4, vocab=500) as folder:  # no multiple of what ranks have of it
         deployment = subject.deployment(
             load_model_spec(Checkpoint.open(folder)),
@@ -56,7 +57,8 @@ def _logits(expert_parallel: bool, subject: Subject) -> None:
             needs=REFERENCE.requires | words,
             tensor_parallel_size=RANKS,
             enable_expert_parallel=expert_parallel,
-            enforce_eager=True,  # threads meet within a step, which no graph can have
+            enforce_eager=not spans,  # threads meet within a step, which no graph can have
+            spanning_session=spans,
         )
         subject.exercise(deployment.needs)
         exact, twin = oracle_of(folder), oracle_of(folder, rounding=Rounding(torch.float32))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ml4core.api import Backend, Collectives, Deployment, Session
 from ml4core.engine import resolve
-from ml4core.engine.collectives import TorchCollectives
+from ml4core.engine.collectives import SingleRank, TorchCollectives
 from ml4core.engine.runner import ModelRunner
 from ml4core.engine.thread_ranks import ThreadRank, run_ranks
 from ml4core.models.checkpoint import Checkpoint
@@ -40,12 +40,13 @@ def logits_of_ranks(
     subject: Subject, deployment: Deployment, folder: Path, ids: Sequence[int]
 ) -> list[Tensor]:
     """Logits of every row [rows, vocab] on each rank. Threads, one at a time, that meet at
-    collectives; where the backend brings collectives of its own, processes over the host's network.
+    collectives; where the backend brings collectives of its own, processes over the host's network;
+    and one process, with one answer, where a session drives all ranks.
 
     Raises ``ChildFailed`` where such a process gives no answer.
     """
     size = deployment.tensor_parallel_size
-    if _brings_collectives(subject, deployment):
+    if deployment.spanning_session or _brings_collectives(subject, deployment):
         return _by_processes(subject, deployment, folder, ids)
 
     def work(ranks: ThreadRank) -> Tensor:
@@ -64,7 +65,7 @@ def _brings_collectives(subject: Subject, deployment: Deployment) -> bool:
 def _by_processes(
     subject: Subject, deployment: Deployment, folder: Path, ids: Sequence[int]
 ) -> list[Tensor]:
-    size = deployment.tensor_parallel_size
+    size = _processes(deployment)
     limit_s = _LIMIT_S * slowness(deployment.device)
     with TemporaryDirectory(prefix="ml4-ranks-") as name, ThreadPoolExecutor(size) as pool:
         common = {"folder": f"{folder}", "ids": list(ids), "store": f"{name}/store"}
@@ -86,18 +87,25 @@ def rank_process(backend: Backend, deployment: Deployment) -> dict[str, Any]:
 
     job = json.loads(os.environ[JOB])
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{job['store']}",
-        rank=job["rank"],
-        world_size=deployment.tensor_parallel_size,
-    )
+    several = _processes(deployment) > 1
+    if several:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{job['store']}",
+            rank=job["rank"],
+            world_size=deployment.tensor_parallel_size,
+        )
     session = backend.open(deployment)
-    ranks = TorchCollectives()
+    ranks: Collectives = TorchCollectives() if several else SingleRank()
     found = _logits(session, backend, deployment, Path(job["folder"]), job["ids"], ranks)
     session.close()
-    dist.destroy_process_group()
+    if several:
+        dist.destroy_process_group()
     return {"logits": found.tolist()}
+
+
+def _processes(deployment: Deployment) -> int:
+    return 1 if deployment.spanning_session else deployment.tensor_parallel_size
 
 
 def _logits(

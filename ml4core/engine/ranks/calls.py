@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ml4core.api import Device
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.ranks.failures import Failure
+from ml4core.engine.ranks.group import Place
 
 
 class Begin(NamedTuple):
@@ -15,16 +16,13 @@ class Begin(NamedTuple):
     Attributes:
         args: with the model as a local folder.
         backend: the plugin's name.
-        port: of the store where ranks meet.
         threads: cores of the host that are this rank's.
     """
 
     args: EngineArgs
     backend: str
     device: Device
-    rank: int
-    size: int
-    port: int
+    place: Place
     threads: int
 
 

@@ -36,7 +36,7 @@ class RankProcess:
     """A rank's process, whose stdin closes when this one ends."""
 
     def __init__(self, begin: Begin) -> None:
-        self.rank = begin.rank
+        self.rank = begin.place.rank
         ours, theirs = socket.socketpair()
         with theirs:
             words = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
@@ -103,7 +103,7 @@ class Heard:
             while len(self._answers.get(number, ())) < ranks:
                 self._check()
                 self._changed.wait()
-            found = self._answers.pop(number)
+            found = self._answers.pop(number, {})
         return [found[rank] for rank in sorted(found)]
 
     def check(self) -> None:

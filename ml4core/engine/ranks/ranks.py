@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ml4core.api import Device, Fault
 from ml4core.engine.args import EngineArgs
@@ -40,18 +41,28 @@ class Ranks:
     """The ranks of an engine on this machine. Rank 0 is this process.
 
     Attributes:
-        size: of all.
+        place: rank 0's.
+        size: of all in this replica; 1 where it only meets those of other replicas.
         devices: by rank.
     """
 
     def __init__(
-        self, args: EngineArgs, backend: str, devices: Sequence[Device], size: int
+        self,
+        args: EngineArgs,
+        backend: str,
+        devices: Sequence[Device],
+        place: group.Place,
+        store: dist.TCPStore | None,
     ) -> None:
-        """Starts the others, which know nothing of the group yet. ``args``: with the model as a
-        local folder. ``RuntimeError`` if this process is in a group already.
+        """Starts the others, which know nothing of the group yet.
+
+        Args:
+            args: with the model as a local folder.
+            place: rank 0's.
+            store: where all meet, if it lives in this process.
         """
-        group.check_free()
-        self.size = size
+        self.place = place
+        self.size = size = place.size
         self.devices = tuple(device_of(devices, rank) for rank in range(size))
         self._device = torch.device(self.devices[0].torch_device)
         self._number = 0
@@ -60,7 +71,7 @@ class Ranks:
         self._joined = False
         self._asked_to_stop = False
         self._undo = ExitStack()
-        self._undo.enter_context(group.environment(self._device))
+        self._undo.enter_context(group.environment(self._device, place.host))
         before = torch.get_num_threads()
         threads = max(1, before // size)
         if self._device.type == "cpu":
@@ -70,10 +81,9 @@ class Ranks:
         # Also where nobody closes: a process that ends ends its ranks before its libraries.
         self._end = weakref.finalize(self, _end, self._processes)
         try:
-            self._store = group.open_store()
-            port = self._store.port
+            self._store = store
             for rank, device in enumerate(self.devices[1:], 1):
-                begin = Begin(args, backend, device, rank, size, port, threads)
+                begin = Begin(args, backend, device, place._replace(rank=rank), threads)
                 self._processes.append(RankProcess(begin))
             self._heard = Heard(self._processes, _aborter(self._device))
         except BaseException:
@@ -91,7 +101,7 @@ class Ranks:
         be waited for there.
         """
         self._joined = True
-        self.alongside("join", lambda: group.join(0, self.size, self._device, self._store))
+        self.alongside("join", lambda: group.join(self.place, self._device, self._store))
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Has all others make a call of ``Worker`` that this process makes, too."""

@@ -19,7 +19,6 @@ from ml4core.api import (
     StepOutput,
     StepPlan,
 )
-from ml4core.engine.collectives import TorchCollectives
 from ml4core.engine.kv_pool import Pools
 from ml4core.engine.ranks import group
 from ml4core.engine.ranks.packing import pack
@@ -43,7 +42,10 @@ class FirstRunner(ModelRunner):
         capabilities: Capabilities,
         ranks: Ranks,
     ) -> None:
-        super().__init__(session, backend, deployment, capabilities, collectives=TorchCollectives())
+        own, replicas = group.collectives(ranks.place)
+        super().__init__(
+            session, backend, deployment, capabilities, collectives=own, replicas=replicas
+        )
         self.ranks = ranks
         if self.memory is not None:
             self.memory = GroupMemory(self.memory, ranks)

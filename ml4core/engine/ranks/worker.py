@@ -18,7 +18,6 @@ import torch
 from ml4core import registry
 from ml4core.api import FaultError, MemoryFigures, Session, StepShape
 from ml4core.engine.cache_sizes import cache_groups
-from ml4core.engine.collectives import TorchCollectives
 from ml4core.engine.kv_pool import Pools
 from ml4core.engine.model_files import ModelFiles
 from ml4core.engine.ranks import group
@@ -53,7 +52,7 @@ def _run(connection: Connection) -> int:
     rank = worker = None
     try:
         begin = connection.recv()
-        rank = begin.rank
+        rank = begin.place.rank
         worker = Worker(begin, connection)
         worker.serve()
         return 0
@@ -88,7 +87,7 @@ class Worker:
         torch.set_num_threads(begin.threads)
 
     def serve(self) -> None:
-        with group.environment(self._device):
+        with group.environment(self._device, self._begin.place.host):
             while not self._stopped:
                 self._wait()
                 call: Call = self._connection.recv()
@@ -106,16 +105,18 @@ class Worker:
         return fingerprint(self._deployment)
 
     def join(self) -> None:
-        group.join(self._begin.rank, self._begin.size, self._device, self._begin.port)
+        group.join(self._begin.place, self._device)
 
     def open(self) -> None:
         self._session = registry.open_session(self._plugin, self._deployment)
+        own, replicas = group.collectives(self._begin.place)
         self._runner = ModelRunner(
             self._session,
             self._plugin.backend.name,
             self._deployment,
             self._capabilities,
-            collectives=TorchCollectives(),
+            collectives=own,
+            replicas=replicas,
         )
         group.wait_for_ever()
 

@@ -24,11 +24,11 @@ class Channel:
     held is bounded by the longest answers of the requests that are open.
 
     Attributes:
-        alarm: a descriptor that ends a wait for messages, once it can be read from.
+        alarms: descriptors that end a wait for messages, once one can be read from.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self.alarm: int | None = None
+        self.alarms: tuple[int, ...] = ()
         sock.setblocking(False)
         self._socket = sock
         self._frames = Frames()
@@ -36,7 +36,7 @@ class Channel:
         self._sending = memoryview(b"")
 
     def receive(self, *, wait: bool) -> Iterator[Any]:
-        """Messages that have come; with ``wait`` at least once something has, or the alarm rings,
+        """Messages that have come; with ``wait`` at least once something has, or an alarm rings,
         while what is to be sent goes on its way. Raises ``ChannelClosedError``.
         """
         if wait:
@@ -90,7 +90,7 @@ class Channel:
     def _sleep(self) -> None:
         while True:
             writable = [self._socket] if self._sending or self._made else []
-            sources: list[Any] = [self._socket, *([] if self.alarm is None else [self.alarm])]
+            sources: list[Any] = [self._socket, *self.alarms]
             readable, ready, _ = select.select(sources, writable, [])
             if ready:
                 self.flush()

@@ -51,7 +51,7 @@ def _serve(channel: Channel) -> int:
     settle()
     try:
         channel.put(facts)
-        channel.alarm = getattr(engine, "alarm", None)
+        channel.alarms = getattr(engine, "alarms", ())
         fault = EngineLoop(engine.core, channel, getattr(engine, "look", None)).run()
         if fault is not None:
             engine.tell_fault()

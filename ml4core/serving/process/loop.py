@@ -23,7 +23,7 @@ class EngineLoop:
     def __init__(
         self, core: EngineCore, channel: Channel, look: Callable[[], Fault | None] | None = None
     ) -> None:
-        """``look``: what may stop the core while nothing runs; asked when the alarm rings."""
+        """``look``: what may stop the core while nothing runs; asked when an alarm rings."""
         self._look = look
         self._core = core
         self._channel = channel

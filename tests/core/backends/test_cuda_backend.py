@@ -12,6 +12,8 @@ import pytest
 
 from ml4core.api import (
     OPS,
+    STAGES,
+    Accepted,
     Deployment,
     Device,
     IndexerSpec,
@@ -253,8 +255,40 @@ def test_peers_come_before_us_with_every_reason() -> None:
 
 @pytest.mark.usefixtures("no_kernels")
 def test_stages_that_nobody_serves_are_left_to_core() -> None:
-    assert stages.candidates("attn_output", LAYER, DECODE, deployment()) == ()
+    assert stages.candidates("attention", LAYER, DECODE, deployment()) == ()
     assert stages.candidates("verify_and_sample", None, DECODE, deployment()) == ()
+
+
+def test_what_is_offered_for_a_stage_is_declared() -> None:
+    """Core refuses a session that offers more than its backend declares."""
+    declared = capabilities(H200)
+    offered = {
+        stage
+        for stage in STAGES
+        for layer in (LAYER, MOE)
+        for given in (deployment(), specialised())
+        if stages.candidates(stage, layer, DECODE, given)
+    }
+    assert {"attn_inputs", "attn_output", "ffn", "decoder_layer"} <= offered
+    assert not [stage for stage in offered if f"stage:{stage}" not in declared]
+
+
+@pytest.mark.parametrize(
+    ("shape", "more", "told"),
+    [
+        (replace(DECODE, decode=Segment(5, 5, 1)), {}, "4 rows at most; this step has 5"),
+        (DECODE, {"tensor_parallel_size": 2}, "heads are spread over 2 ranks"),
+        (DECODE, {"needs": frozenset({"act:fp8_block"})}, "quantised to fp8_block"),
+    ],
+)
+def test_attn_output_says_what_it_does_not_take(
+    shape: StepShape, more: dict[str, Any], told: str
+) -> None:
+    (taken,) = stages.candidates("attn_output", LAYER, DECODE, deployment())
+    assert isinstance(taken, Accepted)
+    (found,) = stages.candidates("attn_output", LAYER, shape, deployment(**more))
+    assert isinstance(found, Rejected)
+    assert [told in one.reason for one in found.refusals] == [True]
 
 
 def specialised(**more: Any) -> Deployment:

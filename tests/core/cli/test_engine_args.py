@@ -204,16 +204,16 @@ LANDED = {
     "tensor_parallel_size": 2,
     "enable_expert_parallel": True,
     "enable_ep_weight_filter": True,
-}
-NOT_LANDED = {
-    "tokenizer_mode": "hf",
-    "quantization": "fp8",
-    "pipeline_parallel_size": 2,
     "data_parallel_size": 2,
     "data_parallel_size_local": 1,
     "data_parallel_start_rank": 0,
     "data_parallel_address": "h",
     "data_parallel_rpc_port": 1,
+}
+NOT_LANDED = {
+    "tokenizer_mode": "hf",
+    "quantization": "fp8",
+    "pipeline_parallel_size": 2,
     "prefill_context_parallel_size": 2,
     "nnodes": 1 << 1,
     "master_addr": "h",

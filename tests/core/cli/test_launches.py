@@ -54,13 +54,6 @@ SERVER_FLAGS = {
     "--reasoning-parser mistral",
 }
 NODE_FLAGS = {"--nnodes", "--master-addr"}
-REPLICA_FLAGS = {
-    "--data-parallel-size",
-    "--data-parallel-size-local",
-    "--data-parallel-start-rank",
-    "--data-parallel-address",
-    "--data-parallel-rpc-port",
-}
 
 LAUNCHES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "eight devices": (EIGHT, EIGHT_VALUES, SERVER_FLAGS),
@@ -119,19 +112,18 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "replicas over hosts, host 0": (
         f"{REPLICAS} --data-parallel-start-rank 0",
         REPLICA_VALUES | {"data_parallel_start_rank": 0},
-        REPLICA_FLAGS,
+        set(),
     ),
     "replicas over hosts, host 3": (
         f"{REPLICAS} --data-parallel-start-rank 3",
         REPLICA_VALUES | {"data_parallel_start_rank": 3},
-        REPLICA_FLAGS,
+        set(),
     ),
 }
 
 LACKING = {"four devices, specialised decode": {"feature:latency_decode"}}
 """What the backend can't do that is taken where no other is asked for."""
 WORDS = {
-    "--data-parallel-size": "parallel:dp",
     "--decode-context-parallel-size": "parallel:dcp",
     "--nnodes": "parallel:multi_node",
     "--kv-transfer-config": "feature:host_offload",
@@ -190,3 +182,14 @@ def test_what_has_landed_is_planned(launch: str) -> None:
     assert judged.plan is not None
     assert judged.deployment is not None
     assert judged.deployment.tensor_parallel_size == 8
+    if "data_parallel_size" in values:
+        assert judged.deployment.data_parallel_rank == values["data_parallel_start_rank"]
+        assert judged.deployment.data_parallel_runtime_address == "10.0.0.1:29697"
+
+
+def test_a_batch_is_no_replica(ml4: Any) -> None:
+    line, _, _ = LAUNCHES["replicas over hosts, host 3"]
+    done = ml4("generate", *shlex.split(line), "--prompt", "x")
+    assert done.code == 3
+    assert "--data-parallel-size 4: an engine for a batch steps only while it has one" in done.err
+    assert "(works: ml4 serve, or AsyncLLM)" in done.err

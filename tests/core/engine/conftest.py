@@ -270,6 +270,7 @@ def make(
     buckets: StepBuckets | None = None,
     skill: float = 0.5,
     wrap: Callable[[Any], Any] = lambda runner: runner,
+    together: Any = None,
     **config: Any,
 ) -> Rig:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 16} | config
@@ -288,6 +289,7 @@ def make(
         seed=seed,
         overlap=overlap,
         buckets=buckets,
+        together=together,
     )
     return Rig(core, runner, kv)
 

@@ -76,13 +76,13 @@ def test_a_step_that_fails(start: Start, wrong: Any, what: str) -> None:
 def test_a_rank_that_is_killed_while_nothing_runs(start: Start) -> None:
     engine = start()
     assert engine.look() is None
-    assert engine.alarm is not None
+    (alarm,) = engine.alarms
     for number in (signal.SIGINT, signal.SIGTERM):  # as all processes of a terminal get them
         os.kill(other(engine), number)
     time.sleep(0.2)
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
     os.kill(other(engine), signal.SIGKILL)
-    assert select.select([engine.alarm], [], [], 5)[0]
+    assert select.select([alarm], [], [], 5)[0]
     fault = engine.look()
     assert fault is not None
     assert "SIGKILL" in fault.message

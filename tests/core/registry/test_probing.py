@@ -166,6 +166,7 @@ def test_death_while_it_is_imported(site: Site) -> None:
     assert "exit code 9" in broken("chip")
 
 
+@pytest.mark.alone
 def test_hang_is_ended_at_the_limit_and_tells_where(site: Site) -> None:
     module = site.plugin("chip", probe="time.sleep(600)")
     start = time.monotonic()
@@ -176,6 +177,7 @@ def test_hang_is_ended_at_the_limit_and_tells_where(site: Site) -> None:
     assert "works: a larger ML4_PROBE_TIMEOUT" in told
 
 
+@pytest.mark.alone
 def test_hang_that_ignores_signals_takes_its_children_along(site: Site, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     code = (
@@ -199,6 +201,7 @@ def test_slow_but_in_time(site: Site) -> None:
     assert probe("chip", timeout=30).state == "ok"
 
 
+@pytest.mark.alone
 def test_limit_of_the_environment(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.plugin("chip", probe="time.sleep(600)")
     monkeypatch.setenv("ML4_PROBE_TIMEOUT", "1.5")

@@ -250,6 +250,7 @@ def test_report_covers_all_that_is_installed(site: Site) -> None:
     assert "zz-chip" in names
 
 
+@pytest.mark.alone
 def test_probes_run_side_by_side_and_each_has_its_own_limit(site: Site) -> None:
     for name in ("a", "b", "c", "d"):
         site.plugin(name, probe="time.sleep(600)")

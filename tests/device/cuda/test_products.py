@@ -77,12 +77,18 @@ def test_rows_that_begin_at_odd_elements_meet_fp4_heads(device: torch.device) ->
         assert torch.equal(head_gemm(odd, weight), head_gemm(odd.contiguous(), weight))
 
 
-def test_a_program_of_one_row_has_as_many_as_fill_the_device() -> None:
-    from ml4core_cuda.kernels.gemm import row_tile
+def test_a_product_of_one_row_has_a_program_for_each_multiprocessor() -> None:
+    from ml4core_cuda.kernels.gemm import row_tiling
 
-    for columns, inner in ((6144, 6144), (576, 6144), (1536, 6144), (131072, 6144)):
-        each = row_tile(columns, inner, 1, 132)
-        assert -(-columns // each) >= 2 * 132
+    for columns, inner in ((6144, 6144), (1536, 6144), (131072, 6144), (6144, 768)):
+        assert -(-columns // row_tiling(columns, inner, 1, 132).columns) >= 132
+
+
+def test_a_turn_of_one_row_divides_the_inner_axis_where_a_long_one_can() -> None:
+    from ml4core_cuda.kernels.gemm import row_block
+
+    found = {inner: row_block(inner) for inner in (6144, 1536, 768, 576, 128, 64)}
+    assert found == {6144: 1024, 1536: 512, 768: 1024, 576: 1024, 128: 128, 64: 128}
 
 
 def test_codes_of_fp4_become_bf16_by_shifts() -> None:

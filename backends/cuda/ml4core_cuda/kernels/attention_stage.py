@@ -1,4 +1,7 @@
-"""The stage ``sparse_mla``: over the selection, or over every visible key without one."""
+"""The stage ``sparse_mla``: over the selection, or over every visible key without one.
+
+Launches over a selection may begin before the end of those before them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def sparse_mla_stage(layer: LayerSpec) -> Callable[..., tuple[Tensor, Tensor]]:
         plan: StepPlan, kv: LayerKV, q: Tensor, selection: Selection | None
     ) -> tuple[Tensor, Tensor]:
         if selection is not None:
-            return sparse_mla(q, kv.latent, selection.slots, selection.lens, scale)
+            return sparse_mla(q, kv.latent, selection.slots, selection.lens, scale, ahead=True)
         return dense(plan, kv, q, scale)
 
     return call

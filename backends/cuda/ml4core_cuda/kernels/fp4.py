@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ml4core_triton.kernels.fp8 import decoded
-from ml4core_triton.kernels.numeric import INTERPRETED, e2m1
+from ml4core_triton.kernels.numeric import INTERPRETED, e2m1, e8m0
 
 # Four bytes of two codes each, and their scales in bf16. A code n becomes n << 12 | n << 6, of
 # which the sign, exponent and fraction of bf16 stay: its value, 2**126 too small. That factor
@@ -41,25 +41,25 @@ _E2M1_PAIRS = tl.constexpr("""
 """)
 
 
-# The same with one factor: their scales in bf16 are 2**119 times as large.
+# The same with one factor: their scales in bf16 are larger by 2**119, or by 2**122 of e8m0.
 _E2M1_PAIRS_ONCE = tl.constexpr("""
 {
-  .reg .b32 a, b, c;
+  .reg .b32 a, c;
   prmt.b32 a, $4, 0, 0x4140;
-  prmt.b32 b, $4, 0, 0x4342;
   and.b32 c, a, 0x000F000F;
   mul.lo.u32 c, c, 0x1040;
   and.b32 c, c, 0x81C081C0;
   mul.rn.bf16x2 $0, c, $5;
-  and.b32 c, b, 0x000F000F;
-  mul.lo.u32 c, c, 0x1040;
-  and.b32 c, c, 0x81C081C0;
-  mul.rn.bf16x2 $1, c, $6;
   and.b32 c, a, 0x00F000F0;
   mul.lo.u32 c, c, 0x104;
   and.b32 c, c, 0x81C081C0;
   mul.rn.bf16x2 $2, c, $5;
-  and.b32 c, b, 0x00F000F0;
+  prmt.b32 a, $4, 0, 0x4342;
+  and.b32 c, a, 0x000F000F;
+  mul.lo.u32 c, c, 0x1040;
+  and.b32 c, c, 0x81C081C0;
+  mul.rn.bf16x2 $1, c, $6;
+  and.b32 c, a, 0x00F000F0;
   mul.lo.u32 c, c, 0x104;
   and.b32 c, c, 0x81C081C0;
   mul.rn.bf16x2 $3, c, $6;
@@ -107,6 +107,41 @@ def e2m1_pairs(byte, scale, dtype: tl.constexpr):
             pack=4,
         )
     return low, high
+
+
+@triton.jit
+def scaled_pairs(byte, scale, WAY: tl.constexpr):
+    """Low and high codes of bytes uint8 times scales, which broadcast: bf16, in the interpreter
+    fp32, too small by what ``size_of`` says of this ``WAY``; exact.
+
+    It says how ``scale``, uint8, is read: "e4m3"; "e8m0"; or "e8m0 once", which is a multiplication
+    less, and gives numbers that aren't finite for scales above 2**5.
+    """
+    number = decoded(scale, tl.float32, False) if WAY == "e4m3" else e8m0(scale.to(tl.int32))
+    if INTERPRETED:
+        low, high = e2m1_pairs(byte, number, tl.float32)
+    elif WAY == "e8m0":
+        low, high = e2m1_pairs(byte, number, tl.bfloat16)
+    elif WAY == "e4m3":
+        low, high = small_pairs(byte, number)
+    else:  # 2**122 times the scale, by its exponent; infinite at most
+        exponent = tl.minimum(scale.to(tl.int32), 133) + 122
+        low, high = tl.inline_asm_elementwise(
+            _E2M1_PAIRS_ONCE,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [byte, (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return low, high
+
+
+@triton.constexpr_function
+def size_of(way: str) -> float:
+    """What numbers of ``scaled_pairs`` are too small by."""
+    sizes = {"e4m3": SMALL.value, "e8m0 once": 16.0, "e8m0": 1.0}
+    return 1.0 if INTERPRETED.value else sizes[way]
 
 
 # Four bytes of two codes each. A code n becomes the byte (n & 8) << 4 | (n & 7) << 2: its value as

@@ -80,36 +80,18 @@ class Tiling:
     stages: int
 
 
-ROW_TILE = 16384
-"""Elements of a turn of ``row_sum``: 128 a thread."""
-
-
 def row_block(inner: int) -> int:
-    """Columns of a turn of ``row_sum``: a power of two that divides ``inner``, if one of 128 and
-    more does.
+    """Columns of a turn of ``row_sum``: a power of two that divides ``inner``, if a large one does;
+    else one that holds it.
     """
     most = inner & -inner
-    return min(1024, most) if most >= K_TILE else max(K_TILE, min(512, next_power(inner)))
+    return min(1024, most if most >= 512 else max(K_TILE, next_power(inner)))
 
 
 def row_tiling(columns: int, inner: int, matrices: int, multiprocessors: int) -> RowTiling:
-    """The default of ``row_sum``. With few rows a turn is twice as long, so that as much is on its
-    way.
-    """
-    each, block = row_tile(columns, inner, matrices, multiprocessors), row_block(inner)
-    if each <= 8 and block == 1024 and inner % (2 * block) == 0:
-        block *= 2
-    return RowTiling(each, block)
-
-
-def row_tile(columns: int, inner: int, matrices: int, multiprocessors: int) -> int:
-    """Rows of a weight a program of ``row_sum`` takes, so that two programs a multiprocessor are
-    there, if they can be.
-    """
-    each = min(64, ROW_TILE // row_block(inner))
-    while each > 2 and matrices * -(-columns // each) < 2 * multiprocessors:
-        each //= 2
-    return each
+    """The default of ``row_sum``: 16 rows of the weight a program, or 8 where there are few."""
+    few = matrices * -(-columns // 16) < multiprocessors
+    return RowTiling(8 if few else 16, row_block(inner))
 
 
 def tiling(

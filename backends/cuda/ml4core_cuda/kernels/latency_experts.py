@@ -149,7 +149,6 @@ def _gated_kernel(
     index = tl.arange(0, 2 * BN)
     row = tl.program_id(0) * BN + index // 2
     rows, fits = row + (index % 2) * W, row < W
-    let_next_begin(DEPENDENT)
     if choice == TOPK:  # the shared expert is known before the router has spoken
         prefetch_rows(shared, rows, fits, K, SIZE, DEPENDENT)
     wait_for_previous(DEPENDENT)
@@ -163,6 +162,8 @@ def _gated_kernel(
         2 * W, K, E, scale_size, choice, 1, 2 * BN, BK, FORMAT, STAGES, PLACES,
         _IN_TURN if WHOLE else _APART,
     )  # fmt: skip
+    # Late, as what comes up would take registers that this launch's own programs need.
+    let_next_begin(DEPENDENT)
     gate, up = tl.split(tl.reshape(found, (BN, 2)))
     inner = narrow(silu(gate) * up, out.dtype.element_ty)
     column = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -3,7 +3,7 @@
 Rate model (H200: 4.25 TB/s; 128 experts of 6,144 x 6,144 in ``fp8_block``, 113 MB each, top-4):
 
 - 1 row: 4 experts, 453 MB, 107 us; two launches (``moe_row``), the second adds the experts up.
-  Up to 8 rows of FP4 take the same way.
+  Up to 4 rows of FP4 take the same way; see ``moe_fp4`` for these and for more.
 - 8 rows: about 28 experts touched, 3.2 GB, 0.75 ms; 64 rows: about 111, 12.6 GB, 3.0 ms. An
   expert's rows share a tile, so each touched expert is read once.
 - 4,096 rows: 3.7 TFLOP, 5.0 ms in bf16 and 3.0 ms with e4m3 activations, against 3.4 ms of bytes.
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import Weight
-from ml4core_cuda.kernels import many_experts
+from ml4core_cuda.kernels import many_experts, moe_fp4
 from ml4core_cuda.kernels.activations import Activation, activation
 from ml4core_cuda.kernels.expert_matrix import expert_matrix
 from ml4core_cuda.kernels.moe_row import rows_apart
@@ -45,7 +45,7 @@ from ml4core_triton.kernels.weights import (
 )
 
 _BY_ROW = tl.constexpr(CODES_BY_ROW)
-_FP4_ROWS_APART = 8
+_FP4_ROWS_APART = 4
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,7 @@ def moe_experts(
 def taken_apart(x: Tensor, w: WeightArgs, act: str | None) -> bool:
     """Whether ``moe_row`` serves: one row as it is, or so few that each has experts of its own.
 
-    Of FP4 only: decoding costs more than bytes there, and a tile decodes for 16 rows at least what
-    few of them need.
+    Of FP4 only, up to where the experts that two rows share cost more than the order of all.
     """
     return x.shape[0] <= (_FP4_ROWS_APART if is_fp4(w.format) else 1) and act is None
 
@@ -214,6 +213,8 @@ def each_choice(
     """
     rows, topk = ids.shape
     experts = w13.matrices + (shared is not None)
+    if act is None and moe_fp4.serves(x, w13, w2) and moe_fp4.together(rows, topk, experts):
+        return moe_fp4.each_choice(x, w13, w2, shared, weights, ids, first_expert)
     inner, units, arch = w2.columns, units_of(x.device), arch_of(x.device)
 
     def sizes(part: str, w: WeightArgs, columns: int, one: Activation) -> MoETiling:

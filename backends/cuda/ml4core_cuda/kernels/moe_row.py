@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ml4core_cuda.kernels import moe_fp4
 from ml4core_cuda.kernels.expert_matrix import expert_matrix
 from ml4core_cuda.kernels.gemm import RowTiling, row_tiling
 from ml4core_cuda.kernels.prefetch import prefetch_rows
@@ -49,7 +50,6 @@ def _gated_row_kernel(
     index = tl.arange(0, 2 * BN)
     row = tl.program_id(0) * BN + index // 2
     rows, fits = row + (index % 2) * W, row < W
-    let_next_begin(DEPENDENT)
     if SHARED and choice == tl.num_programs(1) - 1:
         prefetch_rows(shared, rows, fits, K // STORED, SIZE, DEPENDENT)
     wait_for_previous(DEPENDENT)
@@ -68,6 +68,8 @@ def _gated_row_kernel(
         inner = narrow(silu(gate) * up, out.dtype.element_ty)
         column = tl.program_id(0) * BN + tl.arange(0, BN)
         tl.store(out + choice * W + column, inner, mask=column < W)
+    # Late, as what comes up would take registers that this launch's own programs need.
+    let_next_begin(DEPENDENT)
 
 
 @triton.jit
@@ -130,10 +132,13 @@ def rows_apart(
     With ``shared`` (its w13 and w2), id E is that expert, and the last choice. ``ahead``: the
     launches may begin before the end of the one before each.
     """
+    if moe_fp4.serves(x, w13, w2):
+        moe_fp4.rows_apart(x, w13, w2, shared, weights, ids, first_expert, out, ahead=ahead)
+        return
     (rows, topk), units, name = ids.shape, units_of(x.device), device_name(x.device)
 
     def sizes(part: str, w: WeightArgs, columns: int, matrices: int) -> RowTiling:
-        default = row_tiling(columns, w.columns, matrices, units)
+        default = row_tiling(columns, w.columns, matrices * rows, units)
         if part == "gated":  # two rows a column
             default = replace(default, columns=max(2, default.columns // 2))
         shape = shape_key(FORMAT_NAMES[w.format], part, columns, w.columns, topk)

@@ -14,38 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ml4core_cuda.kernels.topk_steps import (
+    NONE,
+    border_of,
+    emit,
+    emit_all,
+    key_of,
+    loaded,
+    number_of,
+    range_of,
+)
 from ml4core_triton.kernels.chaining import let_next_begin, wait_for_previous
-from ml4core_triton.kernels.to_slots import slot_of
-from ml4core_triton.kernels.topk import order_key
-
-_NONE = tl.constexpr(0)
-"""Below the key of every number; stands for none."""
-_SIGN = tl.constexpr(0x80000000)
-
-
-@triton.jit
-def _loaded(source, lane, end, KEYED: tl.constexpr):
-    """Keys uint32 of entries ``lane`` before ``end``, and whether each is NaN: of fp32 scores, or
-    of keys that a round before kept.
-    """
-    inside = lane < end
-    if KEYED:
-        key = tl.load(source + lane, inside, other=0).to(tl.uint32, bitcast=True)
-        nan = lane < 0
-    else:
-        x = tl.load(source + lane, inside, other=0.0)
-        key = order_key(x).to(tl.uint32, bitcast=True) ^ _SIGN
-        key = tl.where(inside, key, _NONE)
-        nan = (x != x) & inside
-    return key, nan
-
-
-@triton.jit
-def _number(key):
-    """The fp32 number of a key; -inf of ``_NONE``."""
-    flipped = (key ^ _SIGN).to(tl.int32, bitcast=True)
-    bits = flipped ^ ((flipped >> 31) & 0x7FFFFFFF)
-    return tl.where(key == _NONE, float("-inf"), bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -90,7 +69,7 @@ def _lane_keys(source, begin, end, KEYED: tl.constexpr, LANES: tl.constexpr):
         keys = best
         nans = tl.zeros((LANES,), tl.int32)
     else:
-        keys = order_key(best).to(tl.uint32, bitcast=True) ^ _SIGN
+        keys = key_of(best)
         nans = (kept != kept).to(tl.int32)
     return keys, nans
 
@@ -105,44 +84,14 @@ def _mark(
     bit = tl.arange(0, 32)
     entry = at + (word[:, None] * 32 + bit[None, :])
     if KEYED:
-        key, _nan = _loaded(source, entry, end, True)
-        reaches = (key >= border) & (key > _NONE)
+        key, _nan = loaded(source, entry, end, True)
+        reaches = (key >= border) & (key > NONE)
     elif WHOLE:
         reaches = tl.load(source + entry) >= floor
     else:
         reaches = tl.load(source + entry, entry < end, other=float("nan")) >= floor
     found = tl.sum(tl.where(reaches, 1 << bit[None, :], 0), 1)
     tl.store(words + (at - begin) // 32 + word, found)
-
-
-@triton.jit
-def _border(key, k):
-    """A key that exactly ``k`` of ``key`` reach, or where ties leave none, the largest that more
-    do; ``_NONE`` if no more than k are numbers. Three counts at a time: waiting for a sum of all
-    threads is what the search is about.
-    """
-    held = tl.sum((key > _NONE).to(tl.int32), 0)
-    # At least k reach ``low``, fewer ``high``.
-    low = tl.min(tl.where(key > _NONE, key, 0xFFFFFFFF), 0)
-    high = tl.max(key, 0) + 1
-    if held <= k:
-        low = tl.zeros((), tl.uint32)
-        high = low
-    while (high - low > 1) & (held != k):
-        step = tl.maximum((high - low) // 4, 1).to(tl.uint32)
-        first, second, third = low + step, low + 2 * step, low + 3 * step
-        two = tl.sum((key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << 16), 0)
-        last = tl.sum((key >= third).to(tl.int32), 0)
-        one, two = two & 0xFFFF, two >> 16
-        if last >= k:
-            low, held = third, last
-        elif two >= k:
-            low, high, held = second, third, two
-        elif one >= k:
-            low, high, held = first, second, one
-        else:
-            high = first
-    return low
 
 
 @triton.jit
@@ -168,43 +117,6 @@ def _set_bit(word, rank):
         place = tl.where(above, place + (16 >> power), place)
         word = tl.where(above, word >> (16 >> power), low)
     return place
-
-
-@triton.jit
-def _counted(source, begin, end, border, KEYED: tl.constexpr, LANES: tl.constexpr):
-    """How many entries reach ``border``, and how many are above it."""
-    reach = tl.zeros((LANES,), tl.int32)
-    above = tl.zeros((LANES,), tl.int32)
-    for at in range(begin, end, LANES):
-        key, _nan = _loaded(source, at + tl.arange(0, LANES), end, KEYED)
-        reach += ((key >= border) & (key > _NONE)).to(tl.int32)
-        above += (key > border).to(tl.int32)
-    return tl.sum(reach, 0), tl.sum(above, 0)
-
-
-@triton.jit
-def _emit(
-    key, position, border, left, above_before, ties_before, table, pages, out_positions, out_keys,
-    slots, BLOCK_SIZE: tl.constexpr, LAST: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Writes those above ``border`` and the first ``left`` that tie with it; entries are in order.
-    Returns how many were above and how many tied, with those before.
-    """
-    above = key > border
-    tied = (key == border) & (key > _NONE)
-    # Both ranks in one scan: neither exceeds 2**15.
-    ranks = tl.cumsum((above.to(tl.int32) << 16) | tied.to(tl.int32), 0)
-    ties = ties_before + (ranks & 0xFFFF)
-    chosen = above | (tied & (ties <= left))
-    target = above_before + (ranks >> 16) + tl.minimum(ties, left) - 1
-    tl.store(out_positions + target, position, chosen)
-    if not LAST:
-        tl.store(out_keys + target, key.to(tl.int32, bitcast=True), chosen)
-    elif SLOTS:
-        tl.store(slots + target, slot_of(position, chosen, table, pages, BLOCK_SIZE), chosen)
-    above_before += tl.sum(above.to(tl.int32), 0)
-    ties_before += tl.sum(tied.to(tl.int32), 0)
-    return above_before, ties_before
 
 
 @triton.jit
@@ -258,14 +170,16 @@ def sieve_kernel(
     short = end - begin <= LANES
     if short:
         # Each lane has one entry: the border is exact.
-        best, nan = _loaded(source, begin + lane, end, KEYED)
+        best, nan = loaded(source, begin + lane, end, KEYED)
         nans = nan.to(tl.int32)
     else:
         best, nans = _lane_keys(source, begin, end, KEYED, LANES)
     if KEYED:
         nans = tl.load(in_nans + row * in_parts + lane, lane < in_parts, other=0)
     has_nan = tl.max(nans, 0)
-    border = _border(best, k)
+    numbers = tl.sum((best > NONE).to(tl.int32), 0)
+    low, high = range_of(best)
+    border, over, _held = border_of(best, low, high, numbers, k, tl.where(short, 0, k // 16))
     table = block_table
     if SLOTS:
         table += tl.load(row_request + row) * table_stride
@@ -278,11 +192,11 @@ def sieve_kernel(
     left = k
     reach = 0
     if short:
-        left = k - tl.sum((best > border).to(tl.int32), 0)
+        left = k - over
         position = begin + lane
         if KEYED:
             position = tl.load(in_positions + position, position < end, other=-1)
-        above, ties = _emit(
+        above, ties = emit(
             best, position, border, left, 0, 0, table, pages, out_positions, out_keys, slots,
             BLOCK_SIZE, LAST, SLOTS,
         )  # fmt: skip
@@ -290,7 +204,7 @@ def sieve_kernel(
         offset = row * (out_parts * (each // 32)) + part * (each // 32)
         words += offset
         counts += offset
-        floor = _number(border)
+        floor = number_of(border)
         whole = begin + (end - begin) // (4 * LANES) * (4 * LANES)
         for at in range(begin, whole, 4 * LANES):
             _mark(source, words, begin, at, end, border, floor, KEYED, True, LANES)
@@ -320,37 +234,22 @@ def sieve_kernel(
             own = tl.load(words + place, listed, other=0).to(tl.uint32, bitcast=True)
             entry = begin + place * 32 + _set_bit(own, lane - tl.load(counts + place))
             entry = tl.where(listed, entry, end)
-            key, _nan = _loaded(source, entry, end, KEYED)
-            border = _border(key, k)
-            left = k - tl.sum((key > border).to(tl.int32), 0)
+            key, _nan = loaded(source, entry, end, KEYED)
+            low, high = range_of(key)
+            border, over, _held = border_of(key, low, high, reach, k, 0)
+            left = k - over
             position = entry
             if KEYED:
                 position = tl.load(in_positions + entry, listed, other=-1)
-            above, ties = _emit(
+            above, ties = emit(
                 key, position, border, left, 0, 0, table, pages, out_positions, out_keys, slots,
                 BLOCK_SIZE, LAST, SLOTS,
             )  # fmt: skip
         else:
-            _reached, over = _counted(source, begin, end, border, KEYED, LANES)
-            if over >= k:
-                # More than k are above the floor: the border's bits, from the top.
-                bit_of = tl.full((), 0x80000000, tl.uint32)
-                border = tl.zeros((), tl.uint32)
-                while bit_of > 0:
-                    reached, _over = _counted(source, begin, end, border | bit_of, KEYED, LANES)
-                    border = tl.where(reached >= k, border | bit_of, border)
-                    bit_of = bit_of >> 1
-                _reached, over = _counted(source, begin, end, border, KEYED, LANES)
-            left = k - over
-            for at in range(begin, end, LANES):
-                key, _nan = _loaded(source, at + lane, end, KEYED)
-                position = at + lane
-                if KEYED:
-                    position = tl.load(in_positions + position, position < end, other=-1)
-                above, ties = _emit(
-                    key, position, border, left, above, ties, table, pages, out_positions,
-                    out_keys, slots, BLOCK_SIZE, LAST, SLOTS,
-                )  # fmt: skip
+            above = emit_all(
+                source, in_positions, begin, end, border, k, table, pages, out_positions, out_keys,
+                slots, BLOCK_SIZE, KEYED, LAST, SLOTS, LANES,
+            )  # fmt: skip
     count = above + tl.minimum(ties, left)
     rest = tl.arange(0, KP)
     if LAST:

@@ -24,9 +24,12 @@ from ml4core_triton.kernels.numeric import next_power
 from ml4core_triton.kernels.target import units_of
 
 MOST_SPLITS = 8
-"""Programs that share a row of few heads in form 1, at most. On an H200, with 8 heads: 15.8 us
-against 13.8 in form 0 at 1 row, 26.9 against 21.4 at 8 rows (16 programs each), 82 against 124 at
-64 rows (2).
+"""Programs that share a row of few heads in form 1, at most. On an H200, with 8 heads: 15.1 us in
+form 0 against 26.9 at 8 rows (16 programs each), 81 against 82 at 64 rows (2).
+"""
+FEW_TILES = 8
+"""Tiles of 16 heads, of all rows, up to which form 0 has them. On an H200, with 64 heads: 12.0 us
+against 14.8 at 1 row.
 """
 
 
@@ -51,15 +54,19 @@ def tiling(rows: int, heads: int, wide: bool, processors: int, arch: str = "sm_9
     There is no tile of 32 heads: its accumulator doesn't fit the registers of the layout that the
     compiler gives it, and half a tile of 64 costs arithmetic, no bytes.
     """
-    tile = 16 if wide or heads <= 16 else 64
+    tile = 16 if wide or heads <= 16 or rows * -(-heads // 16) <= FEW_TILES else 64
     programs = max(1, rows * -(-heads // tile))
+    splits = max(1, processors // programs)
+    if wide:
+        return Tiling(tile, 16, splits, 4, 2)
+    if tile == 16:
+        # A block is about what a program has of 2,048 keys: with a second one it would wait anew.
+        return Tiling(tile, 32 if splits >= 64 else (64 if splits >= 32 else 128), splits, 8, 1)
     # Small blocks where there is more than one processor for each row, large ones for the matrix
-    # units where all are busy.
-    block = 16 if wide else (32 if tile == 64 and programs < processors else 64)
-    warps = 8 if tile == 64 else 4
-    # From sm_100 on accumulators lie in memory of their own, and what a second stage keeps spills.
-    stages = 1 if tile == 64 and arch != "sm_90" else 2
-    return Tiling(tile, block, max(1, processors // programs), warps, stages)
+    # units where all are busy. From sm_100 on accumulators lie in memory of their own, and what a
+    # second stage keeps spills.
+    block = 32 if programs < processors else 64
+    return Tiling(tile, block, splits, 8, 2 if arch == "sm_90" else 1)
 
 
 def filled(rows: int, heads: int, processors: int) -> Tiling:
@@ -69,6 +76,8 @@ def filled(rows: int, heads: int, processors: int) -> Tiling:
     memory. With fewer heads, keys are rows of the products, 128 for eight warps: too many for a
     row whose keys are shared by many programs, which are faster in form 0.
     """
+    if rows * -(-heads // 16) <= FEW_TILES:
+        return tiling(rows, heads, False, processors)
     tile = 64 if heads > tile_mla.KEY_MAJOR_HEADS else max(16, next_power(heads))
     programs = max(1, rows * -(-heads // tile))
     splits = max(1, processors // programs)
@@ -87,16 +96,23 @@ def shape_key(layout: str, rows: int, heads: int, keys: int) -> str:
 
 
 def sparse_mla(
-    q: Tensor, cache: KVCache, slots: Tensor, lens: Tensor, scale: float
+    q: Tensor,
+    cache: KVCache,
+    slots: Tensor,
+    lens: Tensor,
+    scale: float,
+    *,
+    ahead: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``q`` [T, N, W] over the first lens [T] of slots int32 [T, k]: out [T, N, L] in q's dtype and
     lse fp32 [T, N], base e. Slots outside of the cache are skipped. A row without keys: 0 and -inf.
 
     bf16 queries meet bf16 keys, and weights are rounded to bf16; fp32 ones, and fp32 caches, meet
-    in fp32. ``ValueError`` for a layout that isn't read.
+    in fp32. ``ahead``: launches may begin before the end of the one before them. ``ValueError``
+    for a layout that isn't read.
     """
     count, heads, _ = q.shape
-    parts, lses, joined = _parts(q, cache, slots, lens, scale)
+    parts, lses, joined = _parts(q, cache, slots, lens, scale, ahead)
     if len(parts) == 1:
         out, lse = parts[0], lses[0]
     else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ml4core_triton.kernels.fp8 import decoded, fp8_value
+from ml4core_triton.kernels.fp8 import HALF_BIAS, decoded, fp8_value, moved
 from ml4core_triton.kernels.latents import DS_MLA
 from ml4core_triton.kernels.numeric import INTERPRETED, dot, narrow
 
@@ -25,82 +25,8 @@ _GROUPS = tl.constexpr(4)
 """Of 128 values with one scale."""
 _SCALES_AT = tl.constexpr(512)
 _ROPE_AT = tl.constexpr(528)
-_HALF_BIAS = tl.constexpr(1.152921504606847e18)
-"""2**60: bits of E4M3 moved into bf16 are 2**120 too small."""
 _ONCE = tl.constexpr(1 << 30)
 """Above any number of keys."""
-
-
-@triton.jit
-def _moved(byte):
-    """bf16 values, 2**120 too small, of E4M3 bytes; where one of 16 is NaN, one of them is NaN.
-
-    In integers, 2.7 instructions a value: conversions by way of fp16 and fp32 are fewer, but issue
-    at a quarter of the rate.
-    """
-    if INTERPRETED:
-        # fp32 holds what is too small for it to be normal as well.
-        found = narrow(fp8_value(byte, False) * 7.52316384526264e-37, tl.bfloat16)
-    else:
-        found = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t, n, o;
-            .reg .pred p;
-            and.b32 n, $8, 0x7f7f7f7f;
-            prmt.b32 t, n, 0, 0x1404;
-            shr.u32 t, t, 4;
-            prmt.b32 o, $8, 0, 0x1404;
-            lop3.b32 $0, o, 0x80008000, t, 0xEA;
-            prmt.b32 t, n, 0, 0x3424;
-            shr.u32 t, t, 4;
-            prmt.b32 o, $8, 0, 0x3424;
-            lop3.b32 $1, o, 0x80008000, t, 0xEA;
-            .reg .b32 s;
-            add.u32 s, n, 0x01010101;
-            and.b32 n, $9, 0x7f7f7f7f;
-            prmt.b32 t, n, 0, 0x1404;
-            shr.u32 t, t, 4;
-            prmt.b32 o, $9, 0, 0x1404;
-            lop3.b32 $2, o, 0x80008000, t, 0xEA;
-            prmt.b32 t, n, 0, 0x3424;
-            shr.u32 t, t, 4;
-            prmt.b32 o, $9, 0, 0x3424;
-            lop3.b32 $3, o, 0x80008000, t, 0xEA;
-            add.u32 n, n, 0x01010101;
-            or.b32 s, s, n;
-            and.b32 n, $10, 0x7f7f7f7f;
-            prmt.b32 t, n, 0, 0x1404;
-            shr.u32 t, t, 4;
-            prmt.b32 o, $10, 0, 0x1404;
-            lop3.b32 $4, o, 0x80008000, t, 0xEA;
-            prmt.b32 t, n, 0, 0x3424;
-            shr.u32 t, t, 4;
-            prmt.b32 o, $10, 0, 0x3424;
-            lop3.b32 $5, o, 0x80008000, t, 0xEA;
-            add.u32 n, n, 0x01010101;
-            or.b32 s, s, n;
-            and.b32 n, $11, 0x7f7f7f7f;
-            prmt.b32 t, n, 0, 0x1404;
-            shr.u32 t, t, 4;
-            prmt.b32 o, $11, 0, 0x1404;
-            lop3.b32 $6, o, 0x80008000, t, 0xEA;
-            prmt.b32 t, n, 0, 0x3424;
-            shr.u32 t, t, 4;
-            prmt.b32 o, $11, 0, 0x3424;
-            lop3.b32 $7, o, 0x80008000, t, 0xEA;
-            add.u32 n, n, 0x01010101;
-            or.b32 s, s, n;
-            and.b32 s, s, 0x80808080;
-            setp.ne.u32 p, s, 0;
-            @p mov.b32 $0, 0x7fc07fc0;
-            }""",
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
-            [byte],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=16,
-        )
-    return found
 
 
 @triton.jit
@@ -120,12 +46,12 @@ def key_tile(
         scale = tl.load(place[:, None] + group[None, :], mask=valid[:, None], other=0.0)
         wide: tl.constexpr = tl.float32 if INTERPRETED else tl.bfloat16
         if INTEGERS:
-            values = _moved(stored)
+            values = moved(stored)
             if INTERPRETED:
                 values = fp8_value(stored, False) * 8.673617379884035e-19
             else:
-                values = values * tl.full((), _HALF_BIAS, tl.bfloat16)
-            scale = scale * _HALF_BIAS
+                values = values * tl.full((), HALF_BIAS, tl.bfloat16)
+            scale = scale * HALF_BIAS
         else:
             values = decoded(stored, wide, False)
         grouped = tl.reshape(values, (BK, _GROUPS, 128)) * scale.to(wide)[:, :, None]

@@ -1,6 +1,7 @@
 """``topk``: the exact k largest, in ascending order of position, ties to the lowest position.
 
-The kernel is ``sieve_topk``, or the tournament of ``ml4core_triton`` where a measurement says so.
+The kernels are those of ``spread_topk`` where there are few rows, else ``sieve_topk``, or the
+tournament of ``ml4core_triton`` where a measurement says so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ml4core_cuda.kernels.sieve_topk import sieve_kernel
+from ml4core_cuda.kernels.spread_topk import STRETCH, choose_kernel, list_kernel, maxima_kernel
 from ml4core_cuda.kernels.target import device_name, most_registers
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels import topk as shared
@@ -19,26 +21,40 @@ from ml4core_triton.kernels.numeric import next_power
 from ml4core_triton.kernels.target import units_of
 from ml4core_triton.kernels.topk import TILE, Chosen, shape_key
 
+_LONG = 1 << 14
+"""Columns from which three launches are taken to be less than one that does all."""
+
 
 @dataclass(frozen=True)
 class Tiling(shared.Tiling):
     """Sizes of a launch.
 
     Attributes:
-        sieve: 1 for ``sieve_topk``, 0 for the tournament, which the fields before are of.
-        entries: of a row that a program takes in the first round.
+        sieve: 1 for this backend's own kernels, 0 for the tournament, which the fields before are
+            of.
+        parts: programs a row of ``spread_topk``, a power of two; 0 for ``sieve_topk``.
+        entries: of a row that a program of ``sieve_topk`` takes in the first round.
         lanes: times k, as a power of two, that keep maxima.
-        warps: of a program.
+        warps: of a program; in ``spread_topk``, of the second launch.
+        ends: warps of a program of the third launch of ``spread_topk``.
     """
 
     sieve: int = 1
+    parts: int = 0
     entries: int = 1 << 16
     lanes: int = 2
     warps: int = 8
+    ends: int = 8
 
 
 def tiling(rows: int, columns: int, processors: int) -> Tiling:
-    """The default sizes: parts of 64k entries at least, and as many as there are processors for."""
+    """The default sizes: a long row is spread over as many programs as two a processor leave it.
+    Where that is one, and for short rows, parts of 64k entries at least.
+    """
+    wanted = min(2 * processors // max(1, rows), columns // 512, 128)
+    if wanted > 1 and columns >= _LONG:
+        parts = next_power(wanted + 1) // 2
+        return Tiling(TILE, 4096, 512, parts=parts, warps=8)
     parts = max(1, min(-(-columns // (1 << 16)), 16, processors // max(1, rows)))
     return Tiling(TILE, 4096, 512, entries=next_power(-(-columns // parts)))
 
@@ -71,39 +87,130 @@ def choose(
         shape_key(rows, columns, k),
         tiling(rows, columns, units_of(scores.device)),
     )
-    if sizes.sieve and rows and 1 <= k <= TILE // 4:
+    if not (sizes.sieve and rows and 1 <= k <= TILE // 4):
         given = (scores, visible, k, block_table, row_request, block_size)
-        return _sieved(*given, sizes, ahead)
-    given = (scores, visible, k, block_table, row_request, block_size)
-    return shared.choose(*given, ahead=ahead, measured=lambda shape, default: sizes)
-
-
-def _sieved(
-    scores: Tensor,
-    visible: Tensor,
-    k: int,
-    block_table: Tensor | None,
-    row_request: Tensor | None,
-    block_size: int,
-    sizes: Tiling,
-    ahead: bool,
-) -> Chosen:
-    rows, columns = scores.shape
-    device = scores.device
-
-    def ints(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
+        return shared.choose(*given, ahead=ahead, measured=lambda shape, default: sizes)
     convert = block_table is not None and row_request is not None
-    positions, lens = ints(rows, k), ints(rows)
-    slots = ints(rows, k) if convert else None
-    has_nan = torch.empty(rows, dtype=torch.bool, device=device)
     source = scores if scores.stride(1) == 1 else scores.contiguous()
     visible = visible.contiguous()
     table = block_table if block_table is not None and convert else visible
     requests = row_request.contiguous() if row_request is not None and convert else visible
     if convert and table.stride(1) != 1:
         table = table.contiguous()
+    chosen = Chosen(
+        _ints(scores, rows, k),
+        _ints(scores, rows),
+        torch.empty(rows, dtype=torch.bool, device=scores.device),
+        _ints(scores, rows, k) if convert else None,
+    )
+    launch = _spread if sizes.parts else _sieved
+    launch(source, visible, k, table, requests, block_size, sizes, ahead, chosen)
+    return chosen
+
+
+def _ints(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=like.device)
+
+
+def _spread(
+    scores: Tensor,
+    visible: Tensor,
+    k: int,
+    table: Tensor,
+    requests: Tensor,
+    block_size: int,
+    sizes: Tiling,
+    ahead: bool,
+    chosen: Chosen,
+) -> None:
+    rows, columns = scores.shape
+    kept, parts = next_power(k), sizes.parts
+    lanes = max(1024, sizes.lanes * kept)
+    own = lanes // parts
+    # Registers of a thread hold 16 entries or 32.
+    deep = min(next_power(-(-columns // lanes)), max(1, 8192 // own))
+    most = -(-columns // (parts * STRETCH)) * STRETCH  # of a stretch
+    tile = min(next_power(most), 512 * sizes.warps)
+    convert, stride = chosen.slots is not None, scores.stride(0)
+    maxima, bounds = _ints(scores, rows, lanes), _ints(scores, rows, 2)
+    room = min(most, lanes)  # more than that aren't chosen from a list
+    listed = torch.empty(rows, parts, room, dtype=torch.int64, device=scores.device)
+    counts = _ints(scores, rows, parts)
+    maxima_kernel[(rows, parts)](
+        scores,
+        visible,
+        maxima,
+        columns,
+        stride,
+        LANES=lanes,
+        OWN=own,
+        DEEP=deep,
+        DEPENDENT=ahead,
+        num_warps=max(1, min(8, own * deep // 512)),
+        **dependent(ahead),
+    )
+    list_kernel[(rows, parts)](
+        scores,
+        visible,
+        maxima,
+        listed,
+        counts,
+        bounds,
+        columns,
+        room,
+        stride,
+        k,
+        PARTS=parts,
+        LANES=lanes,
+        TILE=tile,
+        STRETCH=STRETCH,
+        num_warps=sizes.warps,
+        maxnreg=most_registers(max(16, sizes.warps)),
+        **dependent(True),
+    )
+    choose_kernel[(rows,)](
+        scores,
+        visible,
+        listed,
+        counts,
+        bounds,
+        chosen.positions,
+        chosen.has_nan,
+        chosen.lens,
+        chosen.positions if chosen.slots is None else chosen.slots,
+        table,
+        requests,
+        columns,
+        room,
+        table.shape[1] if convert else 1,
+        stride,
+        table.stride(0),
+        k,
+        KP=kept,
+        PARTS=parts,
+        LANES=lanes,
+        BLOCK_SIZE=block_size,
+        SLOTS=convert,
+        DEPENDENT=ahead,
+        num_warps=sizes.ends,
+        maxnreg=most_registers(sizes.ends),
+        **dependent(True),
+    )
+
+
+def _sieved(
+    scores: Tensor,
+    visible: Tensor,
+    k: int,
+    table: Tensor,
+    requests: Tensor,
+    block_size: int,
+    sizes: Tiling,
+    ahead: bool,
+    chosen: Chosen,
+) -> None:
+    rows, columns = scores.shape
+    source, convert = scores, chosen.slots is not None
     kept = next_power(k)
     lanes = max(1024, sizes.lanes * kept)
     stretch = 4 * lanes  # what a program reads at once
@@ -112,13 +219,16 @@ def _sieved(
     each = min(each, max(1, -(-columns // stretch)) * stretch)
     if parts > lanes:
         raise ValueError(f"top-k over {columns} columns in parts of {each}: too many parts")
-    before = (positions, lens)
+    before = (chosen.positions, chosen.lens)
     in_parts, keyed = 1, False
     while True:
         last = parts == 1
-        bits = ints(2, rows, parts, each // 32)
-        after = (ints(rows, parts, kept), ints(rows, parts)) if not last else (positions, has_nan)
-        keys = positions if last else ints(rows, parts, kept)
+        bits = _ints(scores, 2, rows, parts, each // 32)
+        after = (chosen.positions, chosen.has_nan)
+        keys = chosen.positions
+        if not last:
+            after = (_ints(scores, rows, parts, kept), _ints(scores, rows, parts))
+            keys = _ints(scores, rows, parts, kept)
         sieve_kernel[(rows, parts)](
             source,
             visible,
@@ -128,8 +238,8 @@ def _sieved(
             after[0],
             keys,
             after[1],
-            lens,
-            positions if slots is None else slots,
+            chosen.lens,
+            chosen.positions if chosen.slots is None else chosen.slots,
             table,
             requests,
             columns,
@@ -152,7 +262,7 @@ def _sieved(
             **dependent(ahead),
         )
         if last:
-            return Chosen(positions, lens, has_nan, slots)
+            return
         # One program takes what the parts have kept.
         before, source, in_parts, keyed = after, keys.view(rows, parts * kept), parts, True
         columns, parts = parts * kept, 1

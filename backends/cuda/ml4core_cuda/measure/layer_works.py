@@ -28,6 +28,7 @@ from ml4core.api import (
 from ml4core.api.known_layouts import index_layout, latent_layout
 from ml4core_cuda.kernels import attn_products
 from ml4core_cuda.kernels.attn_inputs import attn_inputs
+from ml4core_cuda.kernels.attn_output import attn_output
 from ml4core_cuda.kernels.ffn import moe_ffn
 from ml4core_cuda.kernels.latency_layer import latency_layer
 from ml4core_cuda.kernels.moe_row import shape_key
@@ -35,7 +36,12 @@ from ml4core_cuda.kernels.select_stage import select_stage
 from ml4core_cuda.kernels.sparse_mla import sparse_mla
 from ml4core_cuda.measure import sizes
 from ml4core_cuda.measure.judges import far_off
-from ml4core_cuda.measure.standard import composed_inputs, composed_output, standard_layer
+from ml4core_cuda.measure.standard import (
+    composed_inputs,
+    composed_layer,
+    composed_output,
+    standard_layer,
+)
 from ml4core_cuda.measure.work import Draw, Inputs, Sizes, Work
 
 BLOCK, CONTEXT = 64, 65536
@@ -74,7 +80,7 @@ def _of(layer: LayerSpec, owner: bool, rows: int, context: int, small: bool) -> 
     make = partial(step, layer=layer, rows=rows, context=context)
     who = f"{'owner' if owner else 'sharer'} {rows} rows"
     floor = _attention_bytes(layer, context, rows) + _expert_bytes(layer, rows)
-    standard = standard_layer(layer, fused=False)
+    composed = composed_layer(layer)
     floor_us = floor / 4.25e12 * 1e6
     columns = _columns(layer)
     shape = attn_products.shape_key("fp8_block", rows, columns, layer.hidden_size)
@@ -88,17 +94,17 @@ def _of(layer: LayerSpec, owner: bool, rows: int, context: int, small: bool) -> 
     if rows == 1:
         yield from _stages(layer, who, make)
     for name, call in (
-        ("standard", standard),
-        ("fused inputs", standard_layer(layer, fused=True)),
+        ("composed", composed),
+        ("standard", standard_layer(layer)),
         ("latency-specialised", latency_layer(layer)),
     ):
         told, us = "", 0.0
-        if rows == 1 and name != "fused inputs":
+        if rows == 1 and name != "composed":
             times = 1.8 if name.startswith("latency") else 2.5
             told, us = f"{times}x the floor of {floor_us:.1f} us", times * floor_us
         yield Work(
             f"layer {name} {who}", "layer", make, call,
-            None if name == "standard" else partial(_layer_error, standard=standard), floor,
+            None if name == "composed" else partial(_layer_error, composed=composed), floor,
             target=told, target_us=us,
             tuned=_rows_tuned(layer, small) if rows == 1 and name.startswith("latency") else (),
         )  # fmt: skip
@@ -108,17 +114,21 @@ def _rows_tuned(layer: LayerSpec, small: bool) -> list[tuple[str, str, tuple[Siz
     """The experts' products of a single row, the shared one among them."""
     assert layer.moe is not None
     inner, count = layer.moe.expert_width, layer.moe.topk + 1
-    shapes = [
-        shape_key("fp8_block", "gated", inner, layer.hidden_size, count),
-        shape_key("fp8_block", "outer", layer.hidden_size, inner, count),
+    shapes = (("gated", inner, layer.hidden_size), ("outer", layer.hidden_size, inner))
+    return [
+        (
+            "moe_row",
+            shape_key("fp8_block", part, rows, width, count),
+            () if small else sizes.MOE_ROW,
+        )
+        for part, rows, width in shapes
     ]
-    return [("moe_row", shape, () if small else sizes.EXPERT_ROWS) for shape in shapes]
 
 
 def _stages(layer: LayerSpec, who: str, make: Callable[..., Inputs]) -> Iterator[Work]:
-    """The stages of the standard step, each on inputs of its own."""
+    """The stages of the step, composed and as bound, each on inputs of its own."""
     assert layer.moe is not None
-    feed = moe_ffn(layer.moe, layer.norm_eps, None)
+    feed, output = moe_ffn(layer.moe, layer.norm_eps, None), attn_output(layer)
 
     def q_of(hidden: Tensor) -> Tensor:
         shape = (len(hidden), layer.heads, layer.absorbed_dim)
@@ -131,12 +141,17 @@ def _stages(layer: LayerSpec, who: str, make: Callable[..., Inputs]) -> Iterator
         return q.contiguous(), hidden[:, : spec.heads].float()
 
     parts: dict[str, Callable[..., Any]] = {
-        "attn_inputs": lambda w, plan, kv, r, h, *_: composed_inputs(layer, w, plan, kv, h),
+        "attn_inputs composed": lambda w, plan, kv, r, h, *_: composed_inputs(
+            layer, w, plan, kv, h
+        ),
         "sparse_mla": lambda w, plan, kv, r, h, s, _: sparse_mla(
             q_of(h), kv.latent, s.slots, s.lens, layer.softmax_scale
         ),
-        "attn_output": lambda w, plan, kv, r, h, *_: composed_output(
+        "attn_output composed": lambda w, plan, kv, r, h, *_: composed_output(
             layer, w, q_of(h)[..., : layer.kv_lora_rank].contiguous(), r
+        ),
+        "attn_output": lambda w, plan, kv, r, h, *_: output(
+            w, q_of(h)[..., : layer.kv_lora_rank].contiguous(), r
         ),
         "ffn": lambda w, plan, kv, r, h, s, norm: feed(w, r, h, norm),
     }
@@ -153,7 +168,7 @@ def _slice(context: int) -> Work:
         replace(layer_of(owner, False), moe=MoESpec(128, 4, 6144, 6144))
         for owner in (True, False, True, False)
     ]
-    calls = [standard_layer(layer, fused=True) for layer in layers]
+    calls = [standard_layer(layer) for layer in layers]
 
     def make(seed: int, device: torch.device) -> Inputs:
         steps = [
@@ -276,6 +291,6 @@ def _inputs_error(inputs: Inputs, found: Any, *, layer: LayerSpec) -> float:
     return max(far_off(a, b.double(), 1.5e-2) for a, b in pairs)
 
 
-def _layer_error(inputs: Inputs, found: Any, *, standard: Callable[..., Any]) -> float:
-    want = standard(*inputs)
+def _layer_error(inputs: Inputs, found: Any, *, composed: Callable[..., Any]) -> float:
+    want = composed(*inputs)
     return max(far_off(a, b.double(), 3e-2) for a, b in zip(found[:2], want[:2], strict=True))

@@ -14,7 +14,7 @@ from torch import Tensor
 from ml4core.api import Weight
 from ml4core_cuda.kernels import gemm as products
 from ml4core_cuda.kernels import moe_experts as experts
-from ml4core_cuda.kernels import moe_row
+from ml4core_cuda.kernels import moe_fp4, moe_row
 from ml4core_cuda.kernels.gemm import gemm
 from ml4core_cuda.kernels.head_gemm import head_gemm
 from ml4core_cuda.kernels.moe_experts import moe_experts
@@ -139,11 +139,17 @@ def _experts(small: bool) -> Iterator[Work]:
         tuned: list[Any] = []
         if not small:
             kind = "numbers" if act is None else "codes by block"
-            if rows == 1:
+            if format in ("nvfp4", "mxfp4"):
                 keys = [
-                    moe_row.shape_key(format, p, inner, width, _TOPK) for p in ("gated", "outer")
+                    moe_fp4.shape_key(format, part, inner, width, 1 if rows <= 4 else 8, _TOPK)
+                    for part in ("gated", "outer")
                 ]
-                tuned = [("moe_row", key, sizes.MOE_ROW) for key in keys]
+                tuned = [("moe_fp4", key, sizes.MOE_FP4) for key in keys]
+            elif rows == 1:
+                tuned = [
+                    ("moe_row", moe_row.shape_key(format, p, inner, width, _TOPK), sizes.MOE_ROW)
+                    for p in ("gated", "outer")
+                ]
             else:
                 shape = experts.shape_key(format, rows, width, width, kind)
                 tiles = sizes.MOE_MANY if act else sizes.moe(rows)

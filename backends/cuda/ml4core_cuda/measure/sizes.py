@@ -17,7 +17,10 @@ _MANY_HEADS = ((64, 1, 1), (64, 0, 1), (64, 1, 0), (32, 1, 1), (32, 0, 1))
 """Keys of a tile, whether they are decoded in integers, and asked for ahead."""
 _FEW_HEADS = ((128, 1, 1), (128, 0, 1), (128, 0, 0))
 """The same for up to 32 heads, of which the kernel has no other tile."""
-_BY_SLOTS = ((16, 64, 8, 2), (64, 64, 8, 2))
+_BY_SLOTS = (
+    *((16, 16, 4, 1), (16, 32, 4, 1), (16, 32, 8, 1), (16, 64, 8, 1), (16, 128, 8, 1)),
+    *((32, 32, 4, 1), (32, 32, 8, 1), (32, 64, 8, 1), (64, 32, 8, 1), (64, 64, 8, 1)),
+)
 """Heads, keys, warps and stages of the form that serves all rows."""
 
 
@@ -32,8 +35,10 @@ def sparse_mla(rows: int, heads: int, keys: int, units: int = 132) -> tuple[Size
             sizes |= dict(integers=integers, fetch=fetch)
             found[tuple(sizes.values())] = sizes
     for tile, block, warps, stages in _BY_SLOTS:
-        if tile == 16 or tile <= heads:
-            splits = _splits(rows * -(-heads // tile), keys, block, 1, units)
+        if tile > 16 and tile > heads:
+            continue
+        for wave in (1, 2, 3):
+            splits = _splits(rows * -(-heads // tile), keys, block, wave, units)
             sizes = dict(heads=tile, keys=block, splits=splits, warps=warps, stages=stages, form=0)
             found[tuple(sizes.values())] = sizes
     return tuple(found.values())
@@ -71,36 +76,33 @@ INDEXER_LOGITS = (
 
 
 def topk(rows: int, columns: int) -> tuple[Sizes, ...]:
-    """Parts of a row for the sieve; the tournament is a candidate beside them."""
-    parts = (1, 2, 4) if columns <= 1 << 16 else (1, 2, 8, 16)
+    """Programs a row of the spread form, with warps of its second and third launch; parts of a row
+    for the sieve; the tournament is a candidate beside them.
+    """
+    most = min(128, columns // 512, 528 // rows)
+    spread = tuple(
+        dict(sieve=1, parts=p, warps=w, ends=e)
+        for p in [1 << n for n in range(1, 8) if 1 << n <= most][-3:]
+        for w, e in ((4, 8), (8, 8), (8, 16), (16, 16))
+    )
+    parts = (1, 4) if columns <= 1 << 16 else (1, 16)
     sieve = tuple(
-        dict(sieve=1, entries=max(1 << 13, columns // p), warps=w)
+        dict(sieve=1, parts=0, entries=max(1 << 13, columns // p), warps=w)
         for p in parts
         if p == 1 or rows * p <= 264
         for w in (8, 16)
     )
-    found = {tuple(one.items()): one for one in sieve}
+    found = {tuple(one.items()): one for one in (*spread, *sieve)}
     return (*found.values(), dict(sieve=0, first=16384, part=4096, each=1024))
 
 
 GEMM_ROW = tuple(
-    dict(columns=c, block=b, warps=w, stages=s)
-    for c, b, w in (
-        *((4, 2048, 4), (8, 1024, 4), (8, 2048, 4), (8, 2048, 8)),
-        *((16, 512, 4), (16, 1024, 4), (16, 2048, 8), (32, 512, 4)),
-    )
+    dict(columns=c, block=b, warps=4, stages=s)
+    for c, b in ((4, 2048), (8, 512), (8, 1024), (8, 2048), (16, 512), (16, 1024), (32, 512))
     for s in (1, 3, 4)
 )
 """A thread holds 8 columns of some rows, so that a block of 1,024 fills four warps."""
 MOE_ROW = GEMM_ROW
-EXPERT_ROWS = tuple(
-    dict(columns=c, block=b, warps=w, stages=s)
-    for c, b, w in (
-        *((4, 1024, 4), (8, 1024, 4), (8, 512, 4), (16, 256, 4)),
-        *((16, 512, 4), (32, 256, 4), (32, 256, 8)),
-    )
-    for s in (2, 3, 5)
-)
 
 
 def gemm_tile(rows: int) -> tuple[Sizes, ...]:
@@ -130,6 +132,17 @@ def gemm_many(codes: bool) -> tuple[Sizes, ...]:
         for r, c, w, s in shapes
         for g in (4, 8, 16)
     )
+
+
+MOE_FP4 = tuple(
+    dict(columns=c, chunks=k, warps=w, registers=r)
+    for c, k, w, r in (
+        *((16, 1, 2, 0), (16, 1, 4, 0), (16, 1, 8, 0), (16, 1, 8, 80), (16, 1, 16, 64)),
+        *((16, 2, 2, 0), (16, 2, 4, 0), (16, 2, 8, 80), (32, 1, 1, 0), (32, 1, 2, 0)),
+        *((32, 1, 2, 96), (32, 1, 4, 0), (32, 1, 4, 104), (32, 1, 8, 0), (32, 1, 8, 128)),
+        *((32, 2, 2, 0), (32, 2, 4, 0), (64, 1, 1, 0), (64, 1, 2, 0), (64, 1, 4, 0)),
+    )
+)
 
 
 MOE_MANY = tuple(

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ml4core.api import AttnInputs, LayerKV, LayerSpec, Selection, StepPlan
+from ml4core_cuda.kernels.attention_stage import sparse_mla_stage
 from ml4core_cuda.kernels.attn_inputs import attn_inputs
+from ml4core_cuda.kernels.attn_output import attn_output
 from ml4core_cuda.kernels.ffn import moe_ffn
 from ml4core_cuda.kernels.gemm import gemm
 from ml4core_cuda.kernels.head_gemm import head_gemm
@@ -84,22 +86,17 @@ def composed_output(
     return add_rms_norm(x, residual, w["ffn_norm"], layer.norm_eps)
 
 
-def standard_layer(layer: LayerSpec, *, fused: bool) -> Callable[..., Any]:
-    """The ``decoder_layer`` stage as it is bound without latency-specialised decoding; ``fused``:
-    with the fused ``attn_inputs``.
-    """
+def composed_layer(layer: LayerSpec) -> Callable[..., Any]:
+    """The ``decoder_layer`` stage of one rank, its attention op by op."""
     assert layer.moe is not None
-    feed, inputs = moe_ffn(layer.moe, layer.norm_eps, None), attn_inputs(layer)
+    feed = moe_ffn(layer.moe, layer.norm_eps, None)
     select = select_stage(layer) if layer.owns_index else None
 
     def call(
         w: Weights, plan: StepPlan, kv: LayerKV, residual: Tensor, hidden: Tensor,
         selection: Selection | None, next_norm: Tensor | None,
     ) -> Any:  # fmt: skip
-        if fused:
-            made = inputs(w, plan, kv, residual, hidden)
-        else:
-            made = composed_inputs(layer, w, plan, kv, hidden)
+        made = composed_inputs(layer, w, plan, kv, hidden)
         if select is not None:
             selection = select(plan, kv, made.index_q, made.index_weights)
         assert selection is not None
@@ -107,5 +104,25 @@ def standard_layer(layer: LayerSpec, *, fused: bool) -> Callable[..., Any]:
         state = composed_output(layer, w, out, residual)
         assert state[1] is not None
         return *feed(w, state[0], state[1], next_norm), selection
+
+    return call
+
+
+def standard_layer(layer: LayerSpec) -> Callable[..., Any]:
+    """The same of the stages that are bound for very few rows, without the latency-specialised."""
+    assert layer.moe is not None
+    inputs, attend = attn_inputs(layer, ahead=True), sparse_mla_stage(layer)
+    select = select_stage(layer, ahead=True) if layer.owns_index else None
+    project, feed = attn_output(layer), moe_ffn(layer.moe, layer.norm_eps, None)
+
+    def call(
+        w: Weights, plan: StepPlan, kv: LayerKV, residual: Tensor, hidden: Tensor,
+        selection: Selection | None, next_norm: Tensor | None,
+    ) -> Any:  # fmt: skip
+        made = inputs(w, plan, kv, residual, hidden)
+        if select is not None:
+            selection = select(plan, kv, made.index_q, made.index_weights)
+        out, _ = attend(plan, kv, made.q, selection)
+        return *feed(w, *project(w, out, residual), next_norm), selection
 
     return call

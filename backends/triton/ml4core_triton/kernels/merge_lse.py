@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ml4core_triton.kernels.chaining import dependent, wait_for_previous
+from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
 from ml4core_triton.kernels.numeric import narrow, next_power, widen
+from ml4core_triton.kernels.target import units_of
 
 _TILE = 8192
 """Numbers that a program holds: parts times columns."""
@@ -33,6 +34,7 @@ def merge_kernel(
     """Columns of one head of one token: grid (rows, blocks of columns). All parts are read at once:
     one after the other, each would wait for the memory anew.
     """
+    let_next_begin(DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -71,6 +73,9 @@ def merge(
     if rows:
         held = next_power(parts)
         columns = min(next_power(latent), max(16, _TILE // held))
+        # For few rows, smaller ones: all parts are read by one program, which waits for them.
+        while columns > 16 and rows * -(-latent // columns) < 2 * units_of(outs.device):
+            columns //= 2
         merge_kernel[(rows, -(-latent // columns))](
             outs,
             lses,

@@ -24,12 +24,11 @@ from ml4core_triton.kernels.target import units_of
 def _logits_kernel(
     x, weight, parts, T, E, H, x_row, steps,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Partial logits [parts, T, E]: grid (tiles of E, tiles of T, parts). ``AHEAD``: the next
-    launch may begin before the end of this one.
-    """
-    let_next_begin(AHEAD)
+    """Partial logits [parts, T, E]: grid (tiles of E, tiles of T, parts)."""
+    let_next_begin(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     expert = tl.program_id(0) * BN + tl.arange(0, BN)
     token = tl.program_id(1) * BM + tl.arange(0, BM)
     part = tl.program_id(2)
@@ -126,8 +125,8 @@ def route(
     *, ahead: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same; with ``shared`` one choice more, of expert E with weight 1, and NaN for the weights
-    of a row that can't be judged. ``ahead``: the second launch, and what follows it, may begin
-    before the end of the one before, where the device can do that.
+    of a row that can't be judged. ``ahead``: launches may begin before the end of the one before,
+    where the device can do that.
     """
     rows, experts = x.shape[0], weight.shape[0]
     if not 1 <= topk <= experts:
@@ -160,7 +159,7 @@ def logit_parts(x: Tensor, weight: Tensor, *, ahead: bool = False) -> Tensor:
     found = torch.empty(count, rows, experts, dtype=torch.float32, device=x.device)
     _logits_kernel[(*tiles, count)](
         x, weight, found, rows, experts, width, x.stride(0), triton.cdiv(steps, count),
-        BN=each, BM=many, BK=block, SPLIT=x.dtype == torch.bfloat16, AHEAD=ahead, num_warps=4,
-        num_stages=3,
+        BN=each, BM=many, BK=block, SPLIT=x.dtype == torch.bfloat16, DEPENDENT=ahead, num_warps=4,
+        num_stages=3, **dependent(ahead),
     )  # fmt: skip
     return found

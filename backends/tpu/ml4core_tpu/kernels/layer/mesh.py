@@ -22,16 +22,19 @@ from jax.sharding import Mesh, PartitionSpec
 from ml4core.api import LayerSpec
 from ml4core_tpu.kernels.fp8_matmul import wide_matmul
 from ml4core_tpu.kernels.layer.form import Caches, Chosen, Form, Matrix, Ranks, Step, Stored
+from ml4core_tpu.kernels.layer.products import PACKED
 from ml4core_tpu.kernels.layer.program import decoder_layer
 
 DATA, TENSOR = "data", "tensor"
 RANKS = Ranks(tensor=TENSOR, data=DATA)
 
+BOTH = (DATA, TENSOR)
+
 _ROWS = frozenset({"wq", "wq_b", "shared_w13", "dense_w13"})
 """Cut along rows: heads, or the inner widths of each rank, gate over up."""
 _COLUMNS = frozenset({"wo", "shared_w2", "dense_w2"})
 _HEADS = frozenset({"w_uk", "w_uv", "ssmax_scale", "ssmax_bias"})
-_EXPERTS = frozenset({"experts_w13", "experts_w2", "first_expert"})
+_EXPERTS = frozenset({"experts_w13", "experts_w2"})
 
 
 def mesh_of(devices: list[Any], data: int, tensor: int) -> Mesh:
@@ -54,32 +57,45 @@ def local_layer(layer: LayerSpec, tensor: int) -> LayerSpec:
     return replace(layer, heads=layer.heads // tensor)
 
 
-def weight_specs(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """How each weight lies on the mesh."""
+def weight_specs(weights: Mapping[str, Any], by_width: bool = False) -> dict[str, Any]:
+    """How each weight lies on the mesh. Experts are cut over all ranks: whole ones, or
+    ``by_width`` each of them.
+    """
 
     def spec(name: str, value: Any) -> Any:
-        if name in _EXPERTS:
-            place = PartitionSpec((DATA, TENSOR))
-        elif name in _HEADS or name in _ROWS:
-            place = PartitionSpec(TENSOR)
-        elif name in _COLUMNS:
-            place = PartitionSpec(None, TENSOR)
-        else:
-            place = PartitionSpec()
         if not isinstance(value, Matrix):
-            return place
-        # A scale of a whole matrix has no axis to be cut.
-        parts: dict[str, Any] = {
-            key: place if part.ndim else PartitionSpec() for key, part in value.parts.items()
-        }
+            if name == "first_expert":
+                return PartitionSpec(BOTH)
+            return PartitionSpec(TENSOR) if name in _HEADS else PartitionSpec()
+        packed = value.format.startswith(PACKED)
+        axis, over = _cut(name, packed, by_width)
+
+        def part_spec(key: str, part: Any) -> PartitionSpec:
+            # A scale of a whole matrix, or of its rows, has no axis to be cut along columns.
+            whole = axis >= part.ndim or (key == "row_scale" and axis == 1)
+            return PartitionSpec() if whole or not over else PartitionSpec(*[None] * axis, over)
+
+        parts: dict[str, Any] = {key: part_spec(key, part) for key, part in value.parts.items()}
         return Matrix(parts, value.format)
 
     return {name: spec(name, value) for name, value in weights.items()}
 
 
-def argument_specs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _cut(name: str, packed: bool, by_width: bool) -> tuple[int, Any]:
+    """The axis along which parts of a matrix are cut, and over which axes of the mesh."""
+    if name in _EXPERTS:
+        if not by_width:
+            return 0, BOTH
+        # What is packed lies transposed.
+        return (2 if packed == (name == "experts_w13") else 1), BOTH
+    if name in _ROWS or name in _HEADS:
+        return 0, TENSOR
+    return (1, TENSOR) if name in _COLUMNS else (0, None)
+
+
+def argument_specs(arguments: tuple[Any, ...], by_width: bool = False) -> tuple[Any, ...]:
     """How the arguments of ``decoder_layer`` behind the form lie on the mesh: those of all data
-    ranks one after the other.
+    ranks one after the other. ``by_width`` as for ``weight_specs``.
     """
     weights, step, caches, residual, hidden, chosen, norm = arguments
     # Specs stand where the arrays do, in the same trees.
@@ -92,7 +108,7 @@ def argument_specs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     placed = Caches(each(caches.latents), whole, each(caches.keys))
     everywhere = None if norm is None else whole
     return (
-        weight_specs(weights),
+        weight_specs(weights, by_width),
         each(step),
         placed,
         each(residual),
@@ -102,7 +118,9 @@ def argument_specs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def mapped_layer(form: Form, mesh: Mesh, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+def mapped_layer(
+    form: Form, mesh: Mesh, arguments: tuple[Any, ...], by_width: bool = False
+) -> Callable[..., Any]:
     """``decoder_layer`` over the mesh, of arguments of this structure. ``form`` is a rank's own."""
     rows: Any = PartitionSpec(DATA)
     layer = form.layer
@@ -116,7 +134,7 @@ def mapped_layer(form: Form, mesh: Mesh, arguments: tuple[Any, ...]) -> Callable
     return jax.shard_map(
         partial(decoder_layer, replace(form, ranks=RANKS)),
         mesh=mesh,
-        in_specs=argument_specs(arguments),
+        in_specs=argument_specs(arguments, by_width),
         out_specs=found,
         check_vma=False,
     )
@@ -150,12 +168,17 @@ def mapped_ends(mesh: Mesh) -> Callable[..., Any]:
     )
 
 
-def ranked_rows(weight: Any, tensor: int) -> Any:
-    """Rows [..., 2 I, n] of gate over up, as ``tensor`` ranks have them one after the other: each
-    its part of the gate over its part of up.
+def ranked_rows(weight: Any, tensor: int, axis: int = -2) -> Any:
+    """Rows of gate over up along ``axis``, as ``tensor`` ranks have them one after the other: each
+    its part of the gate over its part of up. ``ValueError`` if they don't divide.
     """
-    halves = weight.reshape(*weight.shape[:-2], 2, tensor, -1, weight.shape[-1])
-    return halves.swapaxes(-4, -3).reshape(weight.shape)
+    axis %= weight.ndim
+    rows = weight.shape[axis]
+    if rows % (2 * tensor):
+        raise ValueError(f"{rows} rows of gate over up don't divide into {tensor} tensor ranks")
+    before, after = weight.shape[:axis], weight.shape[axis + 1 :]
+    halves = weight.reshape(*before, 2, tensor, rows // (2 * tensor), *after)
+    return halves.swapaxes(axis, axis + 1).reshape(weight.shape)
 
 
 def joined_steps(steps: list[Step]) -> Step:

@@ -26,6 +26,7 @@ from ml4core_tpu.kernels.layer.arrays import (
 from ml4core_tpu.kernels.layer.form import ROW_FIELDS, Form, form_of
 from ml4core_tpu.kernels.layer.program import decoder_layer
 from ml4core_tpu.kernels.target import Target
+from ml4core_tpu.live_requests import live_requests
 from ml4core_tpu.programs import Lower, Programs
 
 Result = tuple[Tensor, Tensor | None, Selection | None]
@@ -61,12 +62,13 @@ class LayerPrograms:
     ) -> Result:
         """The stage's signature, bound to a layer. Writes into ``kv``."""
         rows, bucket = residual.shape[0], self._buckets.rows(residual.shape[0])
+        plan = live_requests(plan, self._buckets.most_requests)
         pages = self._pages(layer, plan, kv, selection)
         arguments = self._arguments(
             layer, weights, plan, kv, residual, hidden, selection, next_norm, bucket, pages
         )
-        found = self._programs.get(*self._wanted(layer, kv, arguments))(*arguments)
-        residual_out, normed, chosen, stored = jax.block_until_ready(found)
+        program = self._programs.get(*self._wanted(layer, kv, arguments))
+        residual_out, normed, chosen, stored = self._run(program, arguments)
         store(stored, plan, kv, pages)
         return (
             to_torch(residual_out, rows),
@@ -89,6 +91,7 @@ class LayerPrograms:
         Their values, and how many rows there are, don't matter.
         """
         held = self._buckets.rows(plan.shape.rows)
+        plan = live_requests(plan, self._buckets.most_requests)
         pages = self._pages(layer, plan, kv, selection)
         given = self._arguments(
             layer, weights, plan, kv, residual, hidden, selection, next_norm, held, pages
@@ -111,7 +114,7 @@ class LayerPrograms:
         shares = layer.topk_source is not None and not layer.owns_index
         if shares and selection is None:
             raise ValueError(f"layer {layer.index} shares a selection, and was given none")
-        requests = self._buckets.tables(plan.shape.requests)
+        requests = self._buckets.tables(plan.query_start.shape[0] - 1)
         columns = self._buckets.columns(kv.latent.blocks)
         columns = max(columns, plan.block_tables["latent"].shape[1])
         return (
@@ -131,7 +134,8 @@ class LayerPrograms:
 
         def gathered(group: str, cache: KVCache, more: Sequence[Tensor] = ()) -> GatheredPages:
             blocks, page = cache.blocks, cache.block_size
-            size = self._buckets.pool(plan.shape.requests, blocks)
+            requests, columns = plan.block_tables[group].shape
+            size = self._buckets.pool(requests, columns, blocks)
             return GatheredPages.of(seen_pages(plan, group, page, blocks, more), size, blocks, page)
 
         chosen = () if selection is None or layer.owns_index else (selection.slots,)
@@ -152,7 +156,15 @@ class LayerPrograms:
         shapes, tree = jax.tree.flatten(arguments)
         key = (form, str(tree), tuple((one.shape, one.dtype) for one in shapes))
         name = f"{layer.kind}, {arguments[3].shape[0]} rows"
-        return key, name, partial(_lowered, form, arguments)
+        return key, name, partial(self._lowered, form, arguments)
+
+    def _run(self, program: Any, arguments: tuple[Any, ...]) -> Any:
+        """What the program makes of arguments, once it is there."""
+        return jax.block_until_ready(program(*arguments))
+
+    def _lowered(self, form: Form, arguments: tuple[Any, ...]) -> Any:
+        shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), arguments)
+        return _program.trace(form, *shapes).lower()
 
 
 def _of_rows(arguments: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
@@ -171,8 +183,3 @@ def _of_rows(arguments: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
 
 _program = jax.jit(decoder_layer, static_argnums=0)
 """One function for all sessions, so that JAX finds again what it has traced for another."""
-
-
-def _lowered(form: Form, arguments: Sequence[Any]) -> Any:
-    shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), arguments)
-    return _program.trace(form, *shapes).lower()

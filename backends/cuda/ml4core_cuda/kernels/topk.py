@@ -52,7 +52,7 @@ def tiling(rows: int, columns: int, processors: int) -> Tiling:
     Where that is one, and for short rows, parts of 64k entries at least.
     """
     wanted = min(2 * processors // max(1, rows), columns // 512, 128)
-    if wanted > 1 and columns >= _LONG:
+    if wanted > 1 and _LONG <= columns < 1 << 27:  # so many bits hold a count there
         parts = next_power(wanted + 1) // 2
         return Tiling(TILE, 4096, 512, parts=parts, warps=8)
     parts = max(1, min(-(-columns // (1 << 16)), 16, processors // max(1, rows)))

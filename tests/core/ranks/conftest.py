@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def children() -> set[int]:
     """Processes of this one that live."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
     return {pid for pid in found if alive(pid)}
 
 

@@ -82,5 +82,5 @@ def test_stretches_of_several_tiles_and_more_than_a_list_holds(device: torch.dev
 def test_few_long_rows_are_spread_by_default() -> None:
     from ml4core_cuda.kernels.topk import tiling
 
-    assert [tiling(rows, 1 << 16, 132).parts for rows in (1, 4, 64, 100, 300)] == [64, 64, 4, 2, 0]
+    assert [tiling(rows, 1 << 16, 132).parts for rows in (1, 4, 64, 100, 300)] == [128, 64, 4, 2, 0]
     assert [tiling(1, columns, 132).parts for columns in (4096, 1 << 20)] == [0, 128]

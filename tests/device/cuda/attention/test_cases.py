@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+MAIN = ("fp8_ds_mla+bf16", "planar_f32")
+WIDE = {("sparse_mla", "placed"), ("sparse_mla", "heads64"), ("indexer_logits", "depths")}
+"""Cases that take seconds: with layouts that aren't the usual one they are for `make test-full`."""
+
+
+def _marked(case: OpCase) -> Any:
+    wide = (case.op, case.name) in WIDE and not case.variant.startswith(MAIN)
+    return pytest.param(case, marks=[pytest.mark.slow] if wide else [], id=case.id)
+
+
+@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
 def test_op(case: OpCase, conforms: Callable[[OpCase], None]) -> None:
     conforms(case)

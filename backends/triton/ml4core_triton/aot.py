@@ -156,7 +156,12 @@ def compiled(launch: Launch, target: Any, *, near: bool) -> Any:
     from triton.compiler import ASTSource
     from triton.runtime import driver
 
-    source = ASTSource(launch.kernel, *specialised(launch, near=near))
+    made: Any = ASTSource
+    if launch.kernel.is_gluon():
+        from triton.experimental.gluon import _runtime
+
+        made = _runtime.GluonASTSource
+    source = made(launch.kernel, *specialised(launch, near=near))
     driver.set_active(Ahead(target))
     try:
         return triton.compile(source, target=target, options=dict(launch.options))

@@ -25,7 +25,7 @@ _BY_SLOTS = (
 
 
 def sparse_mla(rows: int, heads: int, keys: int, units: int = 132) -> tuple[Sizes, ...]:
-    """Tiles of either form, and splits for a half, one and two programs a multiprocessor."""
+    """Tiles of each form, and splits for a half, one and two programs a multiprocessor."""
     tile = 64 if heads > 32 else max(16, heads)
     found: dict[tuple[int, ...], Sizes] = {}
     for block, integers, fetch in _MANY_HEADS if heads > 32 else _FEW_HEADS:
@@ -34,6 +34,11 @@ def sparse_mla(rows: int, heads: int, keys: int, units: int = 132) -> tuple[Size
             sizes = dict(heads=tile, keys=block, splits=splits, warps=8, stages=1, form=1)
             sizes |= dict(integers=integers, fetch=fetch)
             found[tuple(sizes.values())] = sizes
+    for wave in (0.5, 1):
+        splits = _splits(rows * -(-heads // tile), keys, 64, wave, units)
+        sizes = dict(heads=64 if heads > 32 else max(8, heads), keys=64, splits=splits)
+        sizes |= dict(warps=8, stages=1, form=2)
+        found[tuple(sizes.values())] = sizes
     for tile, block, warps, stages in _BY_SLOTS:
         if tile > 16 and tile > heads:
             continue

@@ -13,8 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+from ml4core_triton.interpreter import is_on, patch_once
+
+INTERPRETED = tl.constexpr(is_on())
 """Whether kernels of this process run in the interpreter."""
+
+if is_on():
+    patch_once()
 
 
 @triton.jit

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("ML4_TORCH_XLA_ENV") or ROOT / ".venv" / "torch-xla")
 KERNELS = 7
 """Of a layer: latent and key written, scores, top-k, sparse MLA, and two products of experts."""
-GRAPHS = {"plain": 3, "tiles": 3, "drafts": 5, "tiles and drafts": 5}
+GRAPHS = {"plain": 3, "plain, op by op": 3, "tiles": 3, "drafts": 5, "tiles and drafts": 5}
 """What is laid out; then a chunk and a decode, or a chunk, a window, and a block behind each."""
 COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """Of the host: half the time to compile, for steps that run thrice as long, of which there are few.
@@ -67,6 +67,7 @@ def test_ops_of_lazy_tensors(python: Path) -> None:
     [
         ("tiles and drafts", 3e-3),
         pytest.param("plain", 1e-4, marks=pytest.mark.slow),
+        pytest.param("plain, op by op", 1e-4, marks=pytest.mark.slow),
         pytest.param("tiles", 3e-3, marks=pytest.mark.slow),
         pytest.param("drafts", 1e-4, marks=pytest.mark.slow),
     ],
@@ -74,12 +75,14 @@ def test_ops_of_lazy_tensors(python: Path) -> None:
 def test_greedy_tokens_are_the_cpus(python: Path, case: str, margin: float) -> None:
     """The engine with the shipped model, each step a graph of torch-xla: tokens are those of the
     cpu backend, with a drafter too, and log probabilities within a margin. Caches in fp32 differ by
-    the order of sums; in FP8 a value near the middle of two codes falls to either.
+    the order of sums; in FP8 a value near the middle of two codes falls to either. Each layer is a
+    call of its program, but with --enforce-eager.
     """
     (told,) = said(python, "xla_greedy_child.py", case, limit_s=1200)
     found, wanted = told["found"], told["wanted"]
     assert found["switches"]["runtime"] == "torch_xla"
     assert found["layout"] == (TILES if "tiles" in case else "fp32")
+    assert found["layers"] == ["parts" if "op by op" in case else "ml4core-tpu"]
     assert len(found["ids"]) >= 16
     assert found["ids"] == wanted["ids"]
     assert told["error"] < margin

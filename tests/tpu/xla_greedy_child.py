@@ -22,6 +22,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, log
 DRAFTS = {"speculative_config": {"method": "dspark"}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({"kv_cache_dtype": "float32"}, {"kv_cache_dtype": "float32"}),
+    "plain, op by op": (
+        {"kv_cache_dtype": "float32", "enforce_eager": True},
+        {"kv_cache_dtype": "float32"},
+    ),
     "tiles": ({}, {"kv_cache_dtype": "fp8_e4m3"}),
     "tiles and drafts": ({**DRAFTS}, {"kv_cache_dtype": "fp8_e4m3", **DRAFTS}),
     "drafts": ({"kv_cache_dtype": "float32", **DRAFTS}, {"kv_cache_dtype": "float32", **DRAFTS}),
@@ -71,12 +75,14 @@ def answer(engine: Engine) -> dict[str, Any]:
         counts = engine.core.stats().drafts
         judged = [0, 0] if counts is None else [counts.draft_tokens, counts.accepted_tokens]
         report = engine.report()
+        parts = report["parts"]
         return {
             "ids": ids,
             "logprobs": logprobs,
             "judged": judged,
             "switches": dict(report["switches"]),
             "layout": engine.deployment.kv_layout,
+            "layers": sorted({one["provider"] for one in parts if one["part"] == "decoder_layer"}),
         }
     finally:
         engine.close()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ml4core.api import Deployment
+from ml4core.api import Deployment, VisionSpec
 
 LEAST_TOKENS = 16
 LEAST_TOKENS_HOST = 64
@@ -12,6 +13,8 @@ LEAST_TOKENS_HOST = 64
 LEAST_REQUESTS = 8
 LEAST_PAGES = 32
 """Of the pool that a program of the host gets, so that few sizes serve most steps."""
+LEAST_CELLS = 16
+"""Of an image."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,7 @@ class Buckets:
 
     def rows(self, count: int) -> int:
         """What this many rows are padded to; to a power of two beyond the last bucket."""
-        found = next((size for size in self.tokens if size >= count), None)
-        return found or 1 << (count - 1).bit_length()
+        return bucket_of(self.tokens, count)
 
     def columns(self, blocks: int) -> int:
         """Pages of a request, in a pool of ``blocks``."""
@@ -74,6 +76,18 @@ def buckets_of(deployment: Deployment) -> Buckets:
         max(LEAST_REQUESTS, deployment.max_num_seqs),
         pages,
     )
+
+
+def bucket_of(sizes: Sequence[int], count: int) -> int:
+    """The first size, of ascending ones, that holds ``count``; beyond the last a power of two."""
+    found = next((size for size in sizes if size >= count), None)
+    return found or 1 << (count - 1).bit_length()
+
+
+def image_buckets(spec: VisionSpec) -> tuple[int, ...]:
+    """Patches of an image: those of 16 cells, twice that, ... and of the largest image."""
+    side = -(-spec.image_size // spec.cell_size)
+    return tuple(cells * spec.cell_patches for cells in doubling(LEAST_CELLS, side * side))
 
 
 def doubling(least: int, most: int) -> tuple[int, ...]:

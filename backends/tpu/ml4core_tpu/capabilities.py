@@ -24,7 +24,7 @@ _FEATURES = frozenset(
     | {f"index:{name}" for name in INDEX_KINDS}
     | {f"weights:{name}" for name in WEIGHT_FORMATS}
     | {f"act:{act}" for act in ("bf16", "fp32", *ACTS)}
-    | {"stage:decoder_layer"}
+    | {"stage:decoder_layer", "stage:vision_encoder"}
     | {"feature:compose", "feature:prefix_caching"}
     | {"feature:spanning_session", "parallel:tp", "parallel:ep", "parallel:dp"}
     | {"spec:dspark", "spec:probabilistic_drafts", "spec:block_verification"}

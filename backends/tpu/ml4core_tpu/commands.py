@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,7 +44,8 @@ def aot(
         typer.Option(
             "--model",
             help="Whole layers of the published model over all devices of the slice: 8 tensor "
-            "ranks a host, hosts as data ranks, experts over all.",
+            "ranks a host, hosts as data ranks, experts over all. And its encoder of images, on "
+            "one of them.",
         ),
     ] = False,
 ) -> None:
@@ -137,8 +139,10 @@ def _cases(devices: list[Any], model: bool) -> Iterable[Case]:
         return all_cases()
     from ml4core_tpu.kernels.layer.aot_cases import model_cases
     from ml4core_tpu.kernels.layer.mesh import mesh_of
+    from ml4core_tpu.kernels.vision.aot_cases import image_cases
 
-    return model_cases(mesh_of(devices, len(devices) // TENSOR, TENSOR))
+    layers = model_cases(mesh_of(devices, len(devices) // TENSOR, TENSOR))
+    return chain(layers, image_cases(devices[0]))
 
 
 def _compiled(case: Case, devices: list[Any], model: bool) -> Compiled:

@@ -130,11 +130,13 @@ class Told(Mapping[str, str]):
 
     def _now(self) -> dict[str, str]:
         made = self._programs.made
+        images = sum(one.of_images for one in made)
+        counts = f"{len(made) - images} of layers" + (f", {images} of images" if images else "")
         return {
             **self._fixed,
             "token_buckets": self._buckets.told,
             "request_buckets": ", ".join(map(str, self._buckets.requests)),
-            "programs": f"{len(made)} of layers, in {sum(one.seconds for one in made):.1f} s",
+            "programs": f"{counts}, in {sum(one.seconds for one in made):.1f} s",
             "compiled_after_warm_up": str(self._programs.recompiled),
         }
 

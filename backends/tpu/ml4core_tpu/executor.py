@@ -76,7 +76,7 @@ class BucketExecutor:
         for rows in self._buckets.requests:
             state = torch.zeros(rows, self._model.hidden_size, dtype=self._dtype)
             self._product(state, weights.top["output"], torch.float32)
-        made = self._programs.made
+        made = [one for one in self._programs.made if not one.of_images]
         print(
             f"ml4core-tpu: {len(made)} programs of layers for steps of {self._buckets.told} rows "
             f"in {perf_counter() - start:.1f} s: {sum(one.lowering for one in made):.1f} s of "

@@ -23,14 +23,16 @@ class LazyCall:
         self._lowered: dict[Hashable, tuple[Callable[..., Any], Any]] = {}
 
     def __call__(self, program: Callable[..., Any], given: tuple[Any, ...], key: Hashable) -> Any:
-        """What ``program`` makes of ``given``, trees of lazy tensors. ``key`` names the program and
-        all that it is bound to; shapes and dtypes come on top.
+        """What ``program`` makes of ``given``, trees of lazy tensors without ``None``, as is its
+        result. ``key`` names the program, and all that it is bound to; shapes and dtypes come on
+        top.
         """
         tensors, form = pytree.tree_flatten(given)
         shapes = tuple((tuple(one.shape), one.dtype) for one in tensors)
         whole = (key, str(form), shapes)
         if whole not in self._lowered:
-            self._lowered[whole] = self._lower(program, form, tensors, str(key))
+            name = str(key[0] if isinstance(key, tuple) else key)
+            self._lowered[whole] = self._lower(program, form, tensors, name)
         call, result = self._lowered[whole]
         found = call(tensors)
         return pytree.tree_unflatten(

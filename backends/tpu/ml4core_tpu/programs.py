@@ -12,6 +12,8 @@ from typing import Any
 
 Lower = Callable[[], Any]
 """Gives a program lowered, which is then compiled."""
+IMAGES = "images"
+"""How names of programs for images begin; others are of layers."""
 
 
 class RecompilationWarning(RuntimeWarning):
@@ -37,6 +39,10 @@ class Made:
     def seconds(self) -> float:
         return self.lowering + self.compiling
 
+    @property
+    def of_images(self) -> bool:
+        return self.name.startswith(IMAGES)
+
 
 class Programs:
     """Programs by key. A key names all that a program depends on but its arguments' values."""
@@ -59,7 +65,7 @@ class Programs:
     def get(self, key: Hashable, name: str, lower: Lower) -> Any:
         """The program of a key, compiled if it is new; after the warm-up that is warned of."""
         found = self._programs.get(key)
-        return self._make(key, name, lower) if found is None else found
+        return self._make(key, name, lower, late=self._warm) if found is None else found
 
     def warm_up(
         self,
@@ -67,14 +73,14 @@ class Programs:
         told: Callable[[int, int], None],
         threads: int = 2,
     ) -> None:
-        """Compiles what is not there yet. From here on whatever is compiled is late.
+        """Compiles what is not there yet. From here on whatever else is compiled is late.
 
         ``told`` hears how many are done, and of how many.
         """
         missing = {key: (name, lower) for key, name, lower in wanted if key not in self._programs}
         told(0, len(missing))
         with ThreadPoolExecutor(threads) as pool:
-            jobs = [pool.submit(self._make, key, *one) for key, one in missing.items()]
+            jobs = [pool.submit(self._make, key, *one, late=False) for key, one in missing.items()]
             try:
                 for done, job in enumerate(jobs, 1):
                     job.result()
@@ -84,14 +90,13 @@ class Programs:
                 raise
         self._warm = True
 
-    def _make(self, key: Hashable, name: str, lower: Lower) -> Any:
+    def _make(self, key: Hashable, name: str, lower: Lower, late: bool) -> Any:
         start = perf_counter()
         lowered = lower()
         between = perf_counter()
         program = lowered.compile()
         end = perf_counter()
         with self._lock:
-            late = self._warm
             self._programs[key] = program
             self._made.append(Made(name, between - start, end - between, late))
         if late:

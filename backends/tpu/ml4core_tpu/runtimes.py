@@ -18,9 +18,10 @@ SWITCHES = ("runtime", "compilation_cache", "warm_up")
 """Keys of the object ``tpu`` of ``--additional-config``."""
 DEFAULT = "jax"
 LAZY = "torch_xla"
+TORCH_TPU = "torch_tpu"
 
 _DISTRIBUTIONS: Mapping[str, str] = MappingProxyType(
-    {"jax": "jax[tpu]", "torch_xla": "torch-xla", "torch_tpu": "torch-tpu"}
+    {"jax": "jax[tpu]", LAZY: "torch-xla", TORCH_TPU: "torch-tpu"}
 )
 
 
@@ -39,7 +40,7 @@ def runtime_refusals(deployment: Deployment) -> tuple[Refusal, ...]:
     if find_spec(runtime) is None:
         reason = f"{runtime} is not installed"
         return (Refusal("tpu", subject, reason, f'pip install "{_DISTRIBUTIONS[runtime]}"'),)
-    if runtime == "torch_tpu" and device.kind != "real":
+    if runtime == TORCH_TPU and device.kind != "real":
         reason = f"torch-tpu {_version(runtime)} runs nothing without a TPU: it has no other client"
         return (Refusal("tpu", subject, reason, "tpu.runtime=jax, which interprets on the host"),)
     if runtime == LAZY and (reason := _unlike_torch(_version(LAZY), version("torch"))):

@@ -1,5 +1,5 @@
-"""A session on the host, with kernels that XLA interprets. Under JAX layers are programs, and the
-rest is composed by core; under torch-xla core's whole step is one graph.
+"""A session on the host, with kernels that XLA interprets. Layers are programs, and the rest is
+composed by core. Under torch-xla a step is one graph, in which the programs are calls.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ from ml4core_tpu.buckets import Buckets, buckets_of
 from ml4core_tpu.compilation import Told, compilation_cache, release_programs, warms_up
 from ml4core_tpu.executor import BucketExecutor, EagerExecutor
 from ml4core_tpu.expert_weights import packed_by_width
-from ml4core_tpu.layer_choice import PROVIDER, layer_refusals
+from ml4core_tpu.layer_choice import IMAGES, PROVIDER, eager_refusals, layer_refusals
 from ml4core_tpu.layouts import layouts_for
 from ml4core_tpu.mesh_runtime import leave, open_mesh, spans, told_mesh
 from ml4core_tpu.ops import act_of, ops_for
 from ml4core_tpu.product_ops import GROUPS
 from ml4core_tpu.programs import Programs
 from ml4core_tpu.release import release
-from ml4core_tpu.runtimes import LAZY
+from ml4core_tpu.runtimes import LAZY, TORCH_TPU
 
 if TYPE_CHECKING:
     from ml4core_tpu.kernels.layer.mesh_stage import MeshPrograms
     from ml4core_tpu.kernels.layer.stage import LayerPrograms
+    from ml4core_tpu.kernels.vision.stage import VisionPrograms
+    from ml4core_tpu.lazy_layers import LazyLayers
 
 _KEPT_FP32 = frozenset({"index_weights_proj", "gate"})
 """Matrices that the model wants in fp32 whatever the compute dtype."""
@@ -70,9 +72,15 @@ class TpuSession:
         self._torch_device = torch.device(deployment.device.torch_device)
         self._dtype = getattr(torch, deployment.dtype)
         self._deployment = deployment
-        self._layers: LayerPrograms | None = None
+        self._layers: LayerPrograms | LazyLayers | None = None
+        self._lazy_layers: LazyLayers | None = None
         self._mesh: MeshPrograms | None = None
+        self._images: VisionPrograms | None = None
         self.switches: Mapping[str, str] = MappingProxyType({"runtime": runtime})
+        if runtime == TORCH_TPU:
+            from ml4core_tpu.tpu_ops import registered
+
+            registered()
         if runtime == LAZY:
             self._lazy()
         elif not deployment.enforce_eager:
@@ -80,9 +88,14 @@ class TpuSession:
 
     def _lazy(self) -> None:
         """Steps become graphs of torch-xla."""
+        from ml4core_tpu.lazy_layers import LazyLayers
         from ml4core_tpu.lazy_steps import LazyExecutor, lazy_buckets, lazy_device
 
         self._torch_device = lazy_device()
+        if not self._deployment.enforce_eager:
+            self._lazy_layers = LazyLayers(self._torch_device, act_of(self._deployment))
+            self._images = self._programs_of_images(Programs())
+        self._layers = self._lazy_layers
         self.step_buckets = lazy_buckets(self._deployment)
         self.executor = LazyExecutor(self._torch_device)
 
@@ -90,12 +103,13 @@ class TpuSession:
         """Layers become programs, on one device or on a mesh of them."""
         compilation_cache(self._deployment)
         buckets, programs = buckets_of(self._deployment), Programs()
-        self._layers = self._programs_of_layers(programs, buckets)
+        self._layers = layers = self._programs_of_layers(programs, buckets)
+        self._images = self._programs_of_images(programs)
         self.step_buckets = StepBuckets(logits=buckets.requests)
         self.executor = BucketExecutor(
             self._deployment.model,
             self._dtype,
-            self._layers,
+            layers,
             programs,
             buckets,
             self.ops["gemm"],
@@ -116,15 +130,30 @@ class TpuSession:
         self._mesh = MeshPrograms(mesh, by_width, programs, buckets, act)
         return self._mesh
 
+    def _programs_of_images(self, programs: Programs) -> VisionPrograms:
+        """On the host's own arrays, whatever the runtime; on a mesh each host runs all of it."""
+        from ml4core_tpu.kernels.vision.stage import VisionPrograms
+
+        asked = self._deployment
+        spec = None if asked.model is None else asked.model.vision
+        return VisionPrograms(spec, asked.dtype, programs, act_of(asked), warms_up(asked))
+
     def providers(
         self, stage: str, layer: LayerSpec | None, shape: StepShape | VisionShape
     ) -> Sequence[Candidate]:
+        if stage == "vision_encoder":
+            return self._of_images()
         if stage != "decoder_layer" or layer is None:
             return ()
         reasons = layer_refusals(self._deployment)
         if reasons or self._layers is None:
             return (Rejected(PROVIDER, reasons),)
         return (Accepted(PROVIDER, partial(self._layers.call, layer), release()),)
+
+    def _of_images(self) -> Sequence[Candidate]:
+        if self._images is None:
+            return (Rejected(PROVIDER, eager_refusals(self._deployment, IMAGES)),)
+        return (Accepted(PROVIDER, self._images.call, release()),)
 
     def prepare_weights(
         self,
@@ -143,6 +172,8 @@ class TpuSession:
         host = torch.device(self.device.torch_device)
         copies = _Copies(host if part == "vision" else self._torch_device)
         prepared = {name: self._prepared(name, value, copies) for name, value in weights.items()}
+        if self._lazy_layers is not None and layer is not None and part == "decoder":
+            self._lazy_layers.place(layer, weights, prepared)
         return prepared if mesh is None or layer is None else mesh.place(layer, prepared)
 
     def _prepared(self, name: str, value: Tensor | Weight, copies: _Copies) -> Tensor | Weight:
@@ -180,7 +211,7 @@ class TpuSession:
         return None
 
     def close(self) -> None:
-        self._layers = self._mesh = None
+        self._layers = self._mesh = self._lazy_layers = self._images = None
         release_programs()
         if self._deployment.data_parallel_size > 1:
             leave()

@@ -1,5 +1,5 @@
 """Kernels of the torch ops for torch-xla's lazy tensors: calls of the JAX programs, which become
-part of the graph that torch-xla traces.
+part of the graph that torch-xla traces. ``tpu_ops`` has the same ones for torch-tpu.
 
 Lazy tensors take no op that writes. So caches are made anew, and copied into the old ones' place by
 ``ops``: XLA makes that an update in place where the graph owns the memory.
@@ -28,18 +28,19 @@ def registered() -> None:
     register()
 
 
-def register(call: Call | None = None, target: Target = "host") -> None:
-    """Registers a kernel for device ``xla`` with every op. Once a process.
+def register(call: Call | None = None, target: Target = "host", device: str = "xla") -> None:
+    """Registers a kernel for a device with every op that doesn't write. Once a process.
 
     Args:
         call: puts programs into the graph; for the CPU if not given.
         target: what kernels are made for: ``host`` where programs are lowered for the CPU.
+        device: as torch calls it.
     """
     if call is None:
         call = LazyCall()
-    _register_attention(call, target)
-    _register_writes(call, target)
-    _register_products(call, target)
+    _register_attention(call, target, device)
+    _register_writes(call, target, device)
+    _register_products(call, target, device)
 
 
 def _int32(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -47,14 +48,14 @@ def _int32(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(one.to(torch.int32) for one in tensors)
 
 
-def _register_attention(call: Call, target: Target) -> None:
+def _register_attention(call: Call, target: Target, device: str) -> None:
     from ml4core_tpu.kernels import gathered_mla
     from ml4core_tpu.kernels.index_scores import index_scores
     from ml4core_tpu.kernels.sparse_mla import sparse_mla as tiled_mla
     from ml4core_tpu.kernels.topk import topk as bisected
     from ml4core_tpu.kernels.window_mla import window_mla as paged_mla
 
-    @torch_ops.sparse_mla.register_kernel("xla")
+    @torch_ops.sparse_mla.register_kernel(device)
     def _sparse(q, parts, cache_scale, slots, lens, kind, latent, scale):
         arrays = tuple(torch_ops.latent_arrays(parts, kind))
         given = (q, arrays, cache_scale, *_int32(slots, lens))
@@ -75,7 +76,7 @@ def _register_attention(call: Call, target: Target) -> None:
 
         return tuple(call(program, given, ("sparse", kind, latent, scale)))
 
-    @torch_ops.window_mla.register_kernel("xla")
+    @torch_ops.window_mla.register_kernel(device)
     def _window(
         q, parts, cache_scale, table, starts, visible, kind, latent, rope, max_rows, scale, window
     ):
@@ -92,7 +93,7 @@ def _register_attention(call: Call, target: Target) -> None:
         given = (q, arrays, cache_scale, *_int32(table, starts, visible))
         return tuple(call(program, given, key))
 
-    @torch_ops.gather_kv.register_kernel("xla")
+    @torch_ops.gather_kv.register_kernel(device)
     def _gather(parts, cache_scale, slots, kind, latent, rope):
         flat = slots.reshape(-1).to(torch.int32)
         if kind == "lane33":
@@ -105,24 +106,24 @@ def _register_attention(call: Call, target: Target) -> None:
             found = call(program, (arrays, cache_scale, flat), ("gather", kind, latent, rope))
         return found.reshape(*slots.shape, latent + rope)
 
-    @torch_ops.indexer_logits.register_kernel("xla")
+    @torch_ops.indexer_logits.register_kernel(device)
     def _scores(q, weights, keys, table, starts, visible, kind, max_rows, scale):
         array = keys.unflatten(1, (33, 4)) if kind == "lane33" else keys
         program = partial(index_scores, max_rows=max_rows, scale=scale, target=target)
         given = (q, weights, array, *_int32(table, starts, visible))
         return call(program, given, ("scores", max_rows, scale))
 
-    @torch_ops.topk.register_kernel("xla")
+    @torch_ops.topk.register_kernel(device)
     def _topk(scores, visible, k):
         program = partial(bisected, k=k, target=target)
         return tuple(call(program, (scores, *_int32(visible)), ("topk", k)))
 
 
-def _register_writes(call: Call, target: Target) -> None:
+def _register_writes(call: Call, target: Target, device: str) -> None:
     from ml4core_tpu.kernels.cache_write import write_index_keys, write_latents
     from ml4core_tpu.kernels.row_write import write_numbers
 
-    @torch_ops.kv_written.register_kernel("xla")
+    @torch_ops.kv_written.register_kernel(device)
     def _write(first, second, cache_scale, slots, latent, rope, kind):
         parts = torch_ops.parts_of(first, second)
         tail = (rope,) if rope.shape[1] else ()
@@ -145,7 +146,7 @@ def _register_writes(call: Call, target: Target) -> None:
         written = [new.reshape(part.shape) for new, part in zip(found, parts, strict=True)]
         return written[0], written[1] if len(written) > 1 else second.clone()
 
-    @torch_ops.indexer_written.register_kernel("xla")
+    @torch_ops.indexer_written.register_kernel(device)
     def _index_write(keys, slots, key, kind):
         if kind == "lane33":
             program = partial(write_index_keys, target=target)
@@ -159,12 +160,12 @@ def _register_writes(call: Call, target: Target) -> None:
         return call(rows, given, "write_keys")
 
 
-def _register_products(call: Call, target: Target) -> None:
+def _register_products(call: Call, target: Target, device: str) -> None:
     from ml4core_tpu.kernels import fp8_matmul as matmul
     from ml4core_tpu.kernels import moe
     from ml4core_tpu.kernels.fp4_experts import MXFP4, NVFP4
 
-    @torch_products.fp8_matmul.register_kernel("xla")
+    @torch_products.fp8_matmul.register_kernel(device)
     def _fp8(x, weight, scale, out_dtype, quantize):
         program = partial(
             matmul.fp8_matmul,
@@ -174,26 +175,26 @@ def _register_products(call: Call, target: Target) -> None:
         )
         return call(program, (x, weight, scale), ("fp8_matmul", out_dtype, quantize))
 
-    @torch_products.wide_matmul.register_kernel("xla")
+    @torch_products.wide_matmul.register_kernel(device)
     def _wide(x, weight, out_dtype):
         program = partial(matmul.wide_matmul, out_dtype=torch_products._jax_dtype(out_dtype))
         return call(program, (x, weight), ("wide_matmul", out_dtype))
 
-    @torch_products.router.register_kernel("xla")
+    @torch_products.router.register_kernel(device)
     def _router(x, weight, topk, renormalize, routed_scale):
         program = partial(moe.router, topk=topk, renormalize=renormalize, routed_scale=routed_scale)
         key = ("router", topk, renormalize, routed_scale)
         weights, ids = call(program, (x, weight), key)
         return weights, ids.to(torch.int64)
 
-    @torch_products.fp4_experts.register_kernel("xla")
+    @torch_products.fp4_experts.register_kernel(device)
     def _fp4(x, w13, w2, weights, ids, first_expert, format):
         program = partial(moe.fp4_moe, fp4=NVFP4 if format == "nvfp4" else MXFP4, target=target)
         first = torch.full((), first_expert, dtype=torch.int32, device=x.device)
         given = (x, tuple(w13), tuple(w2), weights, *_int32(ids), first)
         return call(program, given, ("fp4_experts", format))
 
-    @torch_products.wide_experts.register_kernel("xla")
+    @torch_products.wide_experts.register_kernel(device)
     def _wide_experts(x, w13, w2, weights, ids, first_expert, quantize):
         program = partial(moe.wide_moe, quantize=quantize)
         first = torch.full((), first_expert, dtype=torch.int32, device=x.device)

@@ -45,8 +45,17 @@ def write_rows(
 _BITS: Mapping[str, Any] = MappingProxyType({"bfloat16": jnp.int16, "float32": jnp.int32})
 
 
+def bits_of(cache: jax.Array) -> jax.Array:
+    """A cache that a runtime holds as the numbers that it stores, as bits."""
+    kind = _BITS.get(cache.dtype.name)
+    return cache if kind is None else lax.bitcast_convert_type(cache, kind)
+
+
+def numbers_of(bits: jax.Array, like: jax.Array) -> jax.Array:
+    """Bits as the numbers that ``like`` has."""
+    return bits if bits.dtype == like.dtype else lax.bitcast_convert_type(bits, like.dtype)
+
+
 def write_numbers(cache: jax.Array, *given: Any) -> jax.Array:
     """``write_rows`` for a cache that a runtime holds as the numbers that it stores."""
-    kind = _BITS.get(cache.dtype.name, cache.dtype)
-    found = write_rows(lax.bitcast_convert_type(cache, kind), *given)
-    return lax.bitcast_convert_type(found, cache.dtype)
+    return numbers_of(write_rows(bits_of(cache), *given), cache)

@@ -242,12 +242,12 @@ def _chosen(rows: int) -> Chosen:
 
 def _least_bytes(weights: Mapping[str, Any], kind: Kind, data: int, tensor: int, rows: int) -> int:
     """What one device has to move: its weights, the keys that each row looks at, and its rows."""
-    experts = sum(_nbytes(weights[name]) for name in ("experts_w13", "experts_w2"))
+    experts = sum(nbytes(weights[name]) for name in ("experts_w13", "experts_w2"))
     # Rows that meet its experts on average; of an expert without any nothing is moved.
     touched = 1 - (1 - ROUTED / EXPERTS) ** (data * rows)
-    cut = sum(_nbytes(weights[name]) for name in ("wq", "w_uk", "w_uv", "wo"))
-    cut += sum(_nbytes(weights[name]) for name in ("shared_w13", "shared_w2"))
-    whole = sum(map(_nbytes, weights.values())) - experts - cut
+    cut = sum(nbytes(weights[name]) for name in ("wq", "w_uk", "w_uv", "wo"))
+    cut += sum(nbytes(weights[name]) for name in ("shared_w13", "shared_w2"))
+    whole = sum(map(nbytes, weights.values())) - experts - cut
     latents = rows * TOPK * (LATENT + (4 * 128 if kind.rope else 0))
     requests = min(rows, REQUESTS)
     keys = requests * CONTEXT_PAGES * PAGE * 132 if kind.owns_index else 0
@@ -271,6 +271,6 @@ def _flops(kind: Kind, data: int, tensor: int, rows: int) -> int:
     return 2 * rows * (cut + routed)
 
 
-def _nbytes(value: Any) -> int:
+def nbytes(value: Any) -> int:
     leaves = jax.tree.leaves(value)
     return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,12 +12,26 @@ from ml4core_tpu.kernels import moe
 from ml4core_tpu.kernels.fp4_experts import MXFP4, NVFP4
 from ml4core_tpu.kernels.fp4_values import fp4_values
 from ml4core_tpu.kernels.fp8_matmul import BLOCK, fp8_matmul, wide_matmul
-from ml4core_tpu.kernels.layer.form import Form, Matrix
+from ml4core_tpu.kernels.layer.form import Matrix
 from ml4core_tpu.kernels.numbers import e4m3_values
+from ml4core_tpu.kernels.target import Target
 
 PACKED = "x-ml4core-tpu/"
 """How formats of packed experts begin; the open format's name follows."""
 _FP8 = ("fp8_block", "fp8_tensor")
+
+
+class Form(Protocol):
+    """What products have to know of a program.
+
+    Attributes:
+        act: ``fp8_tensor`` where inputs of FP8 products are quantised, else "".
+    """
+
+    @property
+    def act(self) -> str: ...
+    @property
+    def target(self) -> Target: ...
 
 
 def gemm(form: Form, x: jax.Array, weight: Matrix, out_dtype: jnp.dtype | None = None) -> jax.Array:

@@ -1,0 +1,1 @@
+"""The vision encoder as one program."""

@@ -1,12 +1,12 @@
-"""What every test shares: reproducible property tests, skips where there is no device, and turns
-where several processes run tests.
+"""What every test shares: reproducible property tests, probes that are remembered, skips where
+there is no device, and turns where several processes run tests.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +43,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     alone = item.get_closest_marker("alone") is not None
     with turn(alone, ROOT / "constraints.txt", ROOT / "pyproject.toml"):
         return (yield)
+
+
+@pytest.fixture(scope="module")
+def probed_once() -> Iterator[None]:
+    """In this process a backend is selected by what an earlier test's probe of it found."""
+    from support import probes
+
+    with probes.remembered():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

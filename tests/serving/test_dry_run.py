@@ -16,6 +16,8 @@ from ml4core.models.errors import CheckpointError
 from ml4core.serving.dry_run import dry_run
 from ml4core.serving.opening import open_for_any
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 DRAFTS = {"method": "dspark"}
 BAD: dict[str, dict[str, Any]] = {
     "ranks": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},

@@ -12,6 +12,8 @@ from ml4core.bench import ops
 from ml4core.bench.ops_plot import roofline
 from ml4core.cli.app import main
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 FAST = ["--size", "small", "--repeats", "1"]
 
 

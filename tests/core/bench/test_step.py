@@ -18,6 +18,8 @@ from ml4core.engine.backend_choice import choose_backend
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.models.seeded import make_seeded
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 
 class Done(NamedTuple):
     code: int

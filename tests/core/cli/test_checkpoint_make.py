@@ -174,8 +174,17 @@ def stopped_in_the_middle(folder: Path, number: signal.Signals, *words: str) -> 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(
+    ("number", "there"),
+    [
+        (signal.SIGTERM, True),
+        (signal.SIGHUP, True),
+        (signal.SIGINT, True),
+        (signal.SIGTERM, False),
+        pytest.param(signal.SIGHUP, False, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_leaves_what_was_there(
     ml4: Any, tmp_path: Path, number: signal.Signals, there: bool
 ) -> None:

@@ -326,6 +326,7 @@ def test_tracebacks_are_shown_if_asked_for(
     assert "in generate" in done.err
 
 
+@pytest.mark.usefixtures("probed_once")
 def test_refused_flags_are_told_with_the_reasons_of_the_backend(
     ml4: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

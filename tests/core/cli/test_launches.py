@@ -12,6 +12,8 @@ import pytest
 from ml4core.engine.args import EngineArgs
 from ml4core.planning.launch import judge
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 MODEL = "mistralai/Mistral-Large-4-1T-A52B"
 DRAFT = """--speculative-config '{"method": "dspark", "num_speculative_tokens": 3}'"""
 TOOLS = "--tool-call-parser mistral --enable-auto-tool-choice --reasoning-parser mistral"

@@ -34,6 +34,7 @@ def test_inspect_plan_and_quantize_know_its_name(ml4: Any, tmp_path: Path) -> No
     assert "matrices fp8_block -> nvfp4" in done.err
 
 
+@pytest.mark.usefixtures("probed_once")
 def test_it_answers(ml4: Any) -> None:
     done = ml4("generate", "--prompt", "What is 12 + 30?", "--max-tokens", "12")
     assert done.code == 0, done.err

@@ -14,6 +14,8 @@ from ml4core.engine.resolve import needs
 from ml4core.models.seeded import make_seeded
 from ml4core.registry import select
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -25,6 +25,8 @@ from ml4core.models.seeded import make_seeded
 from ml4core.models.seeded_config import PRESETS
 from ml4core.registry import select
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 SPEC = build_model_spec(PRESETS["micro"].params())
 LAYOUTS = {"latent": latent_layout("bf16", 512, 64), "index": index_layout("planar_f32", 128)}
 

@@ -22,6 +22,8 @@ from ml4core.engine.transfers import HostCopy, upload
 from ml4core.models.seeded import make_seeded
 from ml4core.registry import select
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 BUCKETS = StepBuckets(
     decode=(1, 2, 4, 16),
     prefill_requests=(1, 4, 16),
@@ -31,6 +33,11 @@ BUCKETS = StepBuckets(
 )
 
 Start = Callable[..., Engine]
+
+
+def seeds(fast: int, total: int) -> list[Any]:
+    """Of mixtures: those beyond the first ones are for `make test-full`."""
+    return [*range(fast), *(pytest.param(i, marks=pytest.mark.slow) for i in range(fast, total))]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +165,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_are_on_the_host(
     assert events == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(6, 12))  # with each of the flags below
 def test_random_mixes_are_the_same_overlapped(start: Start, seed: int) -> None:
     requests = mixture(seed)
     flags: dict[str, Any] = {"max_num_batched_tokens": 24} if seed % 3 == 0 else {}
@@ -169,7 +176,7 @@ def test_random_mixes_are_the_same_overlapped(start: Start, seed: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, 6))
 def test_padded_steps_on_static_memory_give_the_same(
     start: Start, static_executor: Callable[[], Any], seed: int, overlap: bool
 ) -> None:

@@ -366,7 +366,9 @@ def test_rows_of_a_step_are_in_order(make_rig: Make) -> None:
     assert rig.runner.plans[-1].query_start.tolist() == [0, 1, 2, 3, 4, 9, 18]
 
 
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize(
+    "part", [*range(5), *(pytest.param(part, marks=pytest.mark.slow) for part in range(5, 10))]
+)
 def test_random_mixes_are_right_and_leak_nothing(make_rig: Make, expect: Expect, part: int) -> None:
     """1,000 in all: pools, limits, policies, groups, arrivals and cancellations at random."""
     for seed in range(part * 100, part * 100 + 100):

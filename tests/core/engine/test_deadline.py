@@ -26,6 +26,8 @@ from ml4core.engine.steps import StepInput
 from ml4core.models.seeded import make_seeded
 from ml4core.registry import select
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 LIMIT_S = 0.2
 """Of a step that is meant to be late; others get minutes."""

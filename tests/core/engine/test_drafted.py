@@ -175,7 +175,9 @@ def test_rows_that_a_hit_lacks_are_no_reason_against_it(make_rig: Make, expect: 
     assert rig.core.stats().cache_hits == {"latent": 40, "index": 40, "draft": 0}
 
 
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize(
+    "part", [*range(5), *(pytest.param(part, marks=pytest.mark.slow) for part in range(5, 10))]
+)
 def test_random_mixes_are_right_and_leak_nothing(make_rig: Make, expect: Expect, part: int) -> None:
     for seed in range(part * 60, part * 60 + 60):
         rng = random.Random(seed)

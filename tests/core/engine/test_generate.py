@@ -18,6 +18,8 @@ from ml4core.engine.sampling_params import SamplingParams
 from ml4core.engine.structured_outputs import StructuredOutputsParams
 from ml4core.models.seeded import make_seeded
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 PROMPTS = [[7, 8, 9], [10], list(range(20, 60))]
 

@@ -17,6 +17,8 @@ from ml4core.engine.sampling_params import SamplingParams
 from ml4core.models.seeded import make_seeded
 from ml4core.registry import select
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPT = list(range(100, 140))
 

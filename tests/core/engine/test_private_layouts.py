@@ -17,6 +17,8 @@ from ml4core.engine.llm import open_engine
 from ml4core.models.seeded import make_seeded
 from ml4core.registry import select
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 OWN = "x-cpu/rows"
 
 

@@ -18,6 +18,8 @@ from ml4core.models.quantize import QuantizeOptions, quantize
 from ml4core.models.seeded import make_seeded
 from ml4core.registry import select
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPT = list(range(100, 140))
 MXFP4 = {"fp8_moe_requant": "mxfp4"}

@@ -17,6 +17,8 @@ from ml4core.engine.scheduler import Schedule
 from ml4core.models.seeded import make_seeded
 from ml4core.registry import select
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 TOPK = 16
 LENGTHS = (1, 2, TOPK - 1, TOPK, TOPK + 1, 33, 48, 61)

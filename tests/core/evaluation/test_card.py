@@ -16,6 +16,8 @@ from ml4core.evaluation.texts import WINDOW, shipped
 from ml4core.models.embedded import embedded_folder
 from ml4core.serving.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 RULES = ("mxfp4", "mxfp4-floor", "mxfp4-roundup", "mxfp4-ceil")
 ARGS = EngineArgs("ml4-tiny", backend="cpu")
 

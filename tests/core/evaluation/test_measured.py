@@ -19,6 +19,8 @@ from ml4core.models.seeded import make_seeded
 from ml4core.serving.outputs import Logprob
 from ml4core.serving.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 Told = list[tuple[str, int, int]]
 SMALL: dict[str, Any] = {
     "layers": 4,

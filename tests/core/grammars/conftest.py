@@ -11,6 +11,7 @@ import pytest
 from ml4core.serving.grammars import LLGrammars
 from ml4core.serving.llm import LLM
 from ml4core.serving.tokenizer import Tokenizer
+from support.probes import remembered
 
 TINY = Path(str(resources.files("ml4core") / "assets" / "ml4-tiny" / "tekken.json"))
 
@@ -29,7 +30,9 @@ def grammars(tokenizer: Tokenizer) -> LLGrammars:
 @pytest.fixture(scope="session")
 def plain() -> Iterator[LLM]:
     pytest.importorskip("llguidance")
-    with LLM(max_model_len=512, max_num_seqs=8, step_timeout_s=0.0) as made:
+    with remembered():
+        made = LLM(max_model_len=512, max_num_seqs=8, step_timeout_s=0.0)
+    with made:
         yield made
 
 
@@ -38,5 +41,7 @@ def drafting() -> Iterator[LLM]:
     pytest.importorskip("llguidance")
     config = {"method": "dspark", "num_speculative_tokens": 3}
     flags = {"max_model_len": 512, "max_num_seqs": 8, "step_timeout_s": 0.0}
-    with LLM(speculative_config=config, **flags) as made:
+    with remembered():
+        made = LLM(speculative_config=config, **flags)
+    with made:
         yield made

@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> Any:
+def llm(folder: Path, probed_once: None) -> Any:
     with LLM(str(folder), max_model_len=128, block_size=16, max_num_seqs=4) as made:
         yield made
 

@@ -19,6 +19,8 @@ from ml4core.serving.errors import EngineClosedError
 from ml4core.serving.llm import LLM
 from ml4core.serving.outputs import RequestOutput
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=4000)
 TEXTS = ["Hello", "One two three four five", "A"]

@@ -23,6 +23,8 @@ from ml4core.planning.ranks import Ranks
 from ml4core.planning.weights import kept
 from ml4core.registry import select
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 FORMATS = ("bf16", "fp8_block")
 
 

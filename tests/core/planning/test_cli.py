@@ -15,6 +15,8 @@ from ml4core.cli.exits import REFUSED
 from ml4core.models.seeded import make_seeded
 from ml4core.planning.devices import known_devices
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 DRAFTS = '{"method": "dspark", "num_speculative_tokens": 3}'
 
 

@@ -14,6 +14,8 @@ from ml4core.engine.errors import ArgumentsError
 from ml4core.planning.launch import judge
 from ml4core.serving.dry_run import dry_run
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 PUBLISHED = "mistralai/Mistral-Large-4-1T-A52B"
 WHY = Refusal("cpu", "device", "it is not there", "another")
 

@@ -29,6 +29,8 @@ from ml4core.registry import select
 
 from .support import BLOCK, random_images, random_tensors
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 IMG, BREAK, END = 10, 12, 13
 SIZES: dict[str, Any] = {"layers": 4, "topk": 16, "vocab": 320}
 FREE = range(200, 320)

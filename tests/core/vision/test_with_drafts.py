@@ -26,6 +26,8 @@ from ml4core.registry import select
 from .support import BLOCK, random_tensors
 from .test_prompts import CELLS, PARAMS, SIZES, placed, tokens
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 MTP: dict[str, Any] = {
     "target_layers": [0, 2, 3],
     "n_layers": 2,

@@ -30,6 +30,17 @@ EXPERTS = [
     or case.options.get("act") in ACTS
     or case.variant == "bf16+fp32"
 ]
+MAIN = ("fp8_block+", "mxfp4+")
+BY_FORMAT = {"one", "rows", "long"}
+"""A row apart, rows together and long sums, which read a format each in its own way. What else
+there is, orders and borders, is the same code for every format: beside the main ones, for
+`make test-full`.
+"""
+
+
+def _marked(case: OpCase) -> Any:
+    slow = case.name not in BY_FORMAT and not case.variant.startswith(MAIN)
+    return pytest.param(case, marks=[pytest.mark.slow] if slow else [], id=case.id)
 
 
 @pytest.mark.parametrize("case", ROUTERS, ids=lambda case: case.id)
@@ -39,7 +50,7 @@ def test_router(case: OpCase, judged: Callable[..., None]) -> None:
     judged(router, case)
 
 
-@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [_marked(case) for case in EXPERTS])
 def test_experts(case: OpCase, judged: Callable[..., None]) -> None:
     from ml4core_cuda.kernels.moe_experts import moe_experts
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -19,9 +21,22 @@ pytestmark = [  # what numpy says of the interpreter's ways
 ROWS = 12
 """Of a case's rows, which are alike but for their noise."""
 CASES = [case for op in ("sample", "verify_draft") for case in cases_of(op)]
+OTHER_DTYPE = {"fp32", "block+bf16"}
+BY_DTYPE = {"greedy-2", "law-2"}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def _marked(case: OpCase) -> Any:
+    """Of drafts, for `make test-full`: cases of counts, whose rows are made as those of a law are,
+    and most of one dtype for each rule, as only the load of logits differs.
+    """
+    same = case.name.startswith("counts") or (
+        case.variant in OTHER_DTYPE and case.name not in BY_DTYPE
+    )
+    slow = case.op == "verify_draft" and same
+    return pytest.param(case, marks=[pytest.mark.slow] if slow else [], id=case.id)
+
+
+@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
 def test_tokens_are_those_of_core(case: OpCase, device: torch.device) -> None:
     op = load(case.op, "ml4core_cuda")
     arguments = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,12 +12,10 @@ from torch import Tensor
 
 from ml4core.api import KVCache
 from ml4core_conformance.check import Status
+from ml4core_conformance.judge import judge
+from ml4core_conformance.subject import Subject
 
-from .wrapped import (
-    Op,
-    backend,
-    verdict,
-)
+from .wrapped import CHECKS, Op, backend
 
 
 def _tensor_cores(op: Op) -> Op:
@@ -54,9 +53,17 @@ def _tensor_cores(op: Op) -> Op:
 FAMILIES = ("ops.anomalies", "ops.elements", "ops.structure", "ops.bias", "ops.lse", "ops.merge")
 
 
+@pytest.fixture(scope="module")
+def unit() -> Iterator[Subject]:
+    """Families judge what is made of each case but once."""
+    honest = backend({"sparse_mla": _tensor_cores})
+    subject = Subject(honest, honest.probe().devices[0])  # type: ignore[arg-type]
+    yield subject
+    subject.close()
+
+
 @pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_honest_matrix_units_pass(family: str, layout: str) -> None:
-    honest = backend({"sparse_mla": _tensor_cores})
-    found = verdict(honest, f"{family}[sparse_mla/{layout}+bf16]", small=False)
-    assert found == (Status.PASS, "")
+def test_honest_matrix_units_pass(unit: Subject, family: str, layout: str) -> None:
+    found = judge(unit, CHECKS[f"{family}[sparse_mla/{layout}+bf16]"])
+    assert (found.status, found.reason) == (Status.PASS, "")

@@ -9,6 +9,8 @@ from ml4core_conformance.checks import engine
 from ml4core_conformance.subject import Subject
 from support.metered import GIB, Meter, Metered, metered
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 CHECKS = {check.id: check for check in engine.checks()}
 
 

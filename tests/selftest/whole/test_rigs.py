@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from ml4core_conformance.rigs.selections import check_selection
 from ml4core_conformance.rigs.served import smooth
 from ml4core_conformance.rigs.watch import watched
 from ml4core_conformance.subject import Subject
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,10 @@ class Awkward:
     ("how", "says"),
     [("hangs", "no answer within"), ("dies", "ended with 7"), ("raises", "no luck")],
 )
-def test_a_child_says_what_became_of_it(how: str, says: str) -> None:
+def test_a_child_says_what_became_of_it(
+    how: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))  # where the child finds this module
     with pytest.raises(ChildFailed, match=says):
         ask("probe", Awkward(how), limit_s=4.0 if how == "hangs" else 60.0)
 

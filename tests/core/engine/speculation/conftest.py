@@ -158,7 +158,7 @@ def opener_fixture() -> Callable[..., Iterator[Start]]:
 
 
 @pytest.fixture(scope="module")
-def start(folder: Path) -> Iterator[Start]:
+def start(folder: Path, probed_once: None) -> Iterator[Start]:
     yield from opener(folder)
 
 

@@ -22,8 +22,18 @@ def rows(engine: Any, request: Any, first: int, end: int) -> torch.Tensor:
     return torch.stack([COMPOSED["gather_kv"](cache, slots) for cache in engine.runner.draft_kv])
 
 
-@pytest.mark.parametrize("flags", [{}, {"max_num_batched_tokens": 9}], ids=["whole", "chunked"])
-@pytest.mark.parametrize("overlap", [False, True])
+CHUNKED = {"max_num_batched_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("flags", "overlap"),
+    [
+        pytest.param({}, False, id="whole"),
+        pytest.param(CHUNKED, False, id="chunked"),
+        pytest.param(CHUNKED, True, id="chunked-overlapped"),
+        pytest.param({}, True, id="whole-overlapped", marks=pytest.mark.slow),
+    ],
+)
 def test_rows_of_accepted_tokens_equal_a_recomputation(
     start: Callable[..., Any], script: Any, flags: dict[str, Any], overlap: bool
 ) -> None:
@@ -68,7 +78,7 @@ def test_drafts_do_not_depend_on_how_the_prompt_came(start: Callable[..., Any]) 
     prompt = [(13 * i + 2) % 320 for i in range(64)]
     params = replace(PARAMS, temperature=0.0, max_tokens=24)
     counts = []
-    for flags in ({}, {"max_num_batched_tokens": 9}, {"enable_prefix_caching": True}):
+    for flags in ({}, CHUNKED, {"enable_prefix_caching": True}):
         engine = start(3, **flags)
         before = engine.core.stats().drafts
         for _ in range(2 if "enable_prefix_caching" in flags else 1):

@@ -52,8 +52,23 @@ def tokens_of(engine: Any, answers: Answers, params: SamplingParams = GREEDY) ->
     return [one.token_ids for one in engine.generate([list(p) for p in answers], params)]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("flags", FLAGS)
+IN_BOTH_WAYS = {"plain", "prefix cache"}
+"""Flags that are tried in turn and overlapped; of the others one way is for `make test-full`."""
+IN_TURN = {"few at a time"}
+
+
+def fast(flags: str, overlap: bool) -> bool:
+    return flags in IN_BOTH_WAYS or overlap != (flags in IN_TURN)
+
+
+@pytest.mark.parametrize(
+    ("flags", "overlap"),
+    [
+        pytest.param(flags, overlap, marks=() if fast(flags, overlap) else pytest.mark.slow)
+        for flags in FLAGS
+        for overlap in (False, True)
+    ],
+)
 def test_greedy_tokens_are_those_without_drafts(
     start: Start, script: Any, answers: Answers, flags: str, overlap: bool
 ) -> None:
@@ -105,21 +120,32 @@ def test_preempted_requests_go_on_as_they_would(
     assert {pool.used_pages for pool in engine.runner.pools.values()} == {0}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+OPTIONS: list[tuple[dict[str, Any], tuple[bool, ...]]] = [
+    ({"frequency_penalty": 1.5}, (False,)),
+    ({"presence_penalty": 1.2}, (True,)),
+    ({"repetition_penalty": 1.3}, (False,)),
+    ({"frequency_penalty": 0.7, "repetition_penalty": 1.1, "logprobs": 3}, (False, True)),
+    ({"logit_bias": {5: 4.0, 7: -3.0}, "logprobs": 2}, (False,)),
+    ({"allowed_token_ids": tuple(range(0, 320, 3))}, (True,)),
+    ({"min_tokens": 9, "stop_token_ids": tuple(range(0, 320, 2))}, (True,)),
+    ({"stop_token_ids": tuple(range(0, 320, 17))}, (False, True)),
+    ({"logprobs": 5}, (False,)),
+]
+"""With the ways, overlapped or not, that `make test` tries; `make test-full` tries both."""
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "overlap"),
     [
-        {"frequency_penalty": 1.5},
-        {"presence_penalty": 1.2},
-        {"repetition_penalty": 1.3},
-        {"frequency_penalty": 0.7, "repetition_penalty": 1.1, "logprobs": 3},
-        {"logit_bias": {5: 4.0, 7: -3.0}, "logprobs": 2},
-        {"allowed_token_ids": tuple(range(0, 320, 3))},
-        {"min_tokens": 9, "stop_token_ids": tuple(range(0, 320, 2))},
-        {"stop_token_ids": tuple(range(0, 320, 17))},
-        {"logprobs": 5},
+        pytest.param(
+            options,
+            overlap,
+            id=f"{'+'.join(options)}-{overlap}",
+            marks=() if overlap in fast_ways else pytest.mark.slow,
+        )
+        for options, fast_ways in OPTIONS
+        for overlap in (False, True)
     ],
-    ids=lambda options: "+".join(options),
 )
 def test_what_depends_on_the_tokens_before_counts_real_drafts(
     start: Start, run: Run, script: Any, options: dict[str, Any], overlap: bool
@@ -167,10 +193,9 @@ def test_draws_are_the_same_again_and_whatever_runs_beside_them(
                 temperature=1.0, seed=11, max_tokens=9, ignore_eos=True, top_k=20, top_p=0.9
             )
             first = engine.generate(prompts, params)
-            alone = [
-                engine.generate([p], replace(params, seed=11 + i)) for i, p in enumerate(prompts)
-            ]
-            assert [one for (one,) in alone] == first
+            for i in (0, 3, 6):  # one token, a page, and some pages
+                (alone,) = engine.generate([prompts[i]], replace(params, seed=11 + i))
+                assert alone == first[i]
             engine.core.overlap = True
             assert engine.generate(prompts, params) == first
             several = engine.generate([prompts[3]], replace(params, n=3, seed=14))

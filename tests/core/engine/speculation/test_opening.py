@@ -20,6 +20,8 @@ from ml4core.planning.model import checkpoint_model
 from ml4core.planning.plan import PlanOptions, make_plan
 from ml4core.registry import select
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 DSPARK: dict[str, Any] = {"method": "dspark"}
 
 

@@ -14,6 +14,8 @@ from ml4core.engine.sampling_params import SamplingParams
 from ml4core.registry import select
 from support.metered import Meter, Metered, metered
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[5] * 20, [7, 8, 9], list(range(100, 140)), [3]]
 

@@ -20,8 +20,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_seeded(tmp_path_factory.mktemp("started") / "m", "micro", layers=2, vocab=320)
 
 
-@pytest.fixture(scope="session")
-def plain() -> Choice:
+@pytest.fixture(scope="module")
+def plain(probed_once: None) -> Choice:
     """The cpu backend as it is."""
     return select("cpu")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ml4core.api import FaultError, Refused
+from ml4core.engine import graph_capture
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import RequestError
 from ml4core.engine.llm import Engine, open_engine
@@ -84,10 +85,21 @@ def test_all_shapes_are_captured_before_the_first_request(
     assert told["warm_up_steps"] >= 10
 
 
+def test_a_key_of_the_configuration_is_as_its_flag() -> None:
+    config = {graph_capture.SIZES: [1, 3]}
+    assert (
+        graph_capture.capture_sizes((), config) == graph_capture.capture_sizes((3, 1), {}) == (1, 3)
+    )
+    eager = {graph_capture.MODE: graph_capture.NONE}
+    assert [graph_capture.is_eager(*one) for one in ((False, eager), (True, {}), (False, {}))] == [
+        True, True, False
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "flags",
     [
-        {"cudagraph_capture_sizes": (3, 1)},
+        pytest.param({"cudagraph_capture_sizes": (3, 1)}, marks=pytest.mark.slow),
         {"compilation_config": {"cudagraph_capture_sizes": [1, 3]}},
     ],
 )
@@ -97,7 +109,11 @@ def test_sizes_by_flag(start: Start, sessions: Any, flags: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    "flags", [{"enforce_eager": True}, {"compilation_config": {"cudagraph_mode": "NONE"}}]
+    "flags",
+    [
+        pytest.param({"enforce_eager": True}, marks=pytest.mark.slow),
+        {"compilation_config": {"cudagraph_mode": "NONE"}},
+    ],
 )
 def test_without_graphs_decode_is_warmed_up(
     start: Start, sessions: Any, flags: dict[str, Any]

@@ -41,14 +41,21 @@ CASES = [
 ]
 
 
-MAIN = ("fp8_ds_mla+bf16", "planar_f32")
-WIDE = {("sparse_mla", "placed"), ("sparse_mla", "heads64"), ("indexer_logits", "depths")}
-"""Cases that take seconds: with layouts that aren't the usual one they are for `make test-full`."""
+MAIN = ("fp8_ds_mla+bf16", "planar_f32+bf16")
+BY_LAYOUT = {
+    "indexer_logits": {"ragged", "poisoned", "strided", "negative"},
+    "sparse_mla": {"lengths", "poisoned", "strided", "hostile"},
+    "window_mla": {"ragged", "poisoned", "strided", "window-edge"},
+}
+"""Cases of how bytes are found and read. Others are of sums, which are the same code for every
+layout: where it isn't the usual one they are for `make test-full`.
+"""
 
 
 def _marked(case: OpCase) -> Any:
-    wide = (case.op, case.name) in WIDE and not case.variant.startswith(MAIN)
-    return pytest.param(case, marks=[pytest.mark.slow] if wide else [], id=case.id)
+    same = case.op in BY_LAYOUT and case.name not in BY_LAYOUT[case.op]
+    slow = same and not case.variant.startswith(MAIN)
+    return pytest.param(case, marks=[pytest.mark.slow] if slow else [], id=case.id)
 
 
 @pytest.mark.parametrize("case", [_marked(case) for case in CASES])

@@ -190,6 +190,16 @@ def test_a_whole_layers_launches_compile_and_none_spills(rows: int) -> None:
     assert "kernels compiled; 0 faults:" in done.stdout.splitlines()[-1]
 
 
+def test_attention_by_warps_of_two_kinds_compiles_and_does_not_spill() -> None:
+    pytest.importorskip("triton")
+    which = "^sparse_mla fp8_ds_mla (32|64) heads 4096"
+    done = python("-c", AOT, "aot", "-k", which, "--arch", "sm_90")
+    assert done.returncode == 0, done.stdout
+    *compiled, last = done.stdout.splitlines()[1:]
+    assert [x.split()[-6] for x in compiled] == ["warp_mla_few_kernel", "warp_mla_kernel"]
+    assert "2 kernels compiled; 0 faults:" in last
+
+
 @pytest.mark.parametrize(
     "rows",
     ["200", pytest.param("(20|64)", marks=pytest.mark.slow)],  # fewer never take more memory

@@ -27,7 +27,7 @@ from ml4core_triton.kernels.chaining import dependent
 from ml4core_triton.kernels.latents import LatentRows
 
 MANY = {"REGISTERS": 112, "num_warps": 8}
-FEW = {"REGISTERS": 144, "num_warps": 4}
+FEW = {"REGISTERS": 136, "num_warps": 4}
 """Warps that attend, and registers of each thread that decodes: the others have what is left."""
 
 _LN2 = gl.constexpr(0.6931471805599453)

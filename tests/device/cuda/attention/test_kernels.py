@@ -33,20 +33,20 @@ def attended(q: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.T
     ("splits", "form", "integers"), [(1, 0, 0), (5, 0, 0), (1, 1, 1), (2, 1, 0), (3, 1, 1)]
 )
 def test_splits_join_to_the_whole(
-    device: torch.device, splits: int, form: int, integers: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, splits: int, form: int, integers: int
 ) -> None:
     from ml4core_cuda.kernels import sparse_mla as module
+    from ml4core_cuda.tuned import forced, sizes_of
 
     draw = torch.Generator().manual_seed(splits)
     cache = latents(device, 16, draw)
     keys, warps = (128, 8) if form else (32, 4)
     tiling = module.Tiling(16, keys, splits, warps, 2 - form, form=form, integers=integers)
-    monkeypatch.setattr(module, "filled", lambda *sizes: tiling)
-    monkeypatch.setattr(module, "tiling", lambda *sizes: tiling)
     q = torch.randn(3, 8, 576, generator=draw).bfloat16()
     slots = torch.stack([torch.randperm(256, generator=draw)[:160] for _ in range(3)]).int()
     lens = torch.tensor([160, 33, 0], dtype=torch.int32)  # the last splits have no key
-    out, lse = module.sparse_mla(q.to(device), cache, slots.to(device), lens.to(device), 0.04)
+    with forced("sparse_mla", module.shape_key("fp8_ds_mla", 3, 8, 160), sizes_of(tiling)):
+        out, lse = module.sparse_mla(q.to(device), cache, slots.to(device), lens.to(device), 0.04)
     rows = cache.layout.unpack(cache.parts, None).flatten(0, 1).cpu()
     for t in range(2):
         want, sums = attended(q[t], rows[slots[t, : lens[t]].long()])
@@ -57,20 +57,19 @@ def test_splits_join_to_the_whole(
 
 
 @pytest.mark.parametrize("integers", [0, 1])
-def test_many_heads_meet_keys_in_one_tile(
-    device: torch.device, integers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_heads_meet_keys_in_one_tile(device: torch.device, integers: int) -> None:
     from ml4core_cuda.kernels import sparse_mla as module
+    from ml4core_cuda.tuned import forced, sizes_of
 
     draw = torch.Generator().manual_seed(7)
     cache = latents(device, 8, draw)
     tiling = module.Tiling(64, 32, 2, 8, 1, form=1, integers=integers)
-    monkeypatch.setattr(module, "filled", lambda *sizes: tiling)
     q = torch.randn(2, 40, 576, generator=draw).bfloat16()
     slots = torch.stack([torch.randperm(128, generator=draw)[:70] for _ in range(2)]).int()
     slots[0, ::7] = torch.tensor([-1, 128, 2**31 - 1, -(2**31), -1, 10**6, 128, -9, 128, -1]).int()
     lens = torch.tensor([70, 41], dtype=torch.int32)
-    out, lse = module.sparse_mla(q.to(device), cache, slots.to(device), lens.to(device), 0.04)
+    with forced("sparse_mla", module.shape_key("fp8_ds_mla", 2, 40, 70), sizes_of(tiling)):
+        out, lse = module.sparse_mla(q.to(device), cache, slots.to(device), lens.to(device), 0.04)
     rows = cache.layout.unpack(cache.parts, None).flatten(0, 1).cpu()
     for t in range(2):
         own = slots[t, : lens[t]].long()
@@ -79,54 +78,10 @@ def test_many_heads_meet_keys_in_one_tile(
         assert torch.allclose(lse[t].cpu().double(), sums, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.accelerator
-@pytest.mark.parametrize("apart", [False, True], ids=["dense", "pages apart"])
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("heads", [3, 8, 16, 20, 64, 72])
-def test_some_warps_decode_while_others_attend(heads: int, splits: int, apart: bool) -> None:
-    """Of tiles with a last one that isn't full, rows that aren't read at all, slots that are none,
-    and a part without a key.
-    """
-    from ml4core_cuda.kernels import sparse_mla as module
-    from ml4core_triton.kernels.merge_lse import merge
-
-    device = torch.device("cuda")
-    if torch.cuda.get_device_capability() != (9, 0) or not module.gluon():
-        pytest.skip("needs a Hopper GPU, and a triton whose Gluon is known")
-    from ml4core_cuda.kernels import warp_mla
-
-    draw = torch.Generator().manual_seed(heads + splits)
-    cache = latents(device, 8, draw)
-    if apart:
-        wide = cache.parts[0].new_full((8, BLOCK + 1, cache.parts[0].shape[2]), 0xFF)
-        wide[:, :BLOCK] = cache.parts[0]
-        cache = dataclasses.replace(cache, parts=(wide[:, :BLOCK],))
-    q = torch.randn(3, heads, 576, generator=draw).bfloat16()
-    slots = torch.stack([torch.randperm(8 * BLOCK, generator=draw) for _ in range(3)]).int()
-    slots = slots[:, :109].contiguous()
-    slots[0, ::7] = torch.tensor([-1, 8 * BLOCK, 2**31 - 1, -(2**31)]).repeat(4).int()
-    lens = torch.tensor([109, 41, 0], dtype=torch.int32)
-    tile = 64 if heads > 32 else max(8, 1 << (heads - 1).bit_length())
-    parts, sums = warp_mla.launch(
-        q.to(device), cache, module.latent_rows(cache), slots.to(device), lens.to(device), 0.04,
-        (splits, 128 if splits == 1 else 64), heads=tile, ahead=False,
-    )  # fmt: skip
-    out, lse = merge(parts, sums, q.dtype) if splits > 1 else (parts[0], sums[0])
-    out, lse = out.view(3, heads, 512).cpu().double(), lse.view(3, heads).cpu().double()
-    rows = cache.layout.unpack(cache.parts, None).flatten(0, 1).cpu()
-    for t in range(2):
-        own = slots[t, : lens[t]].long()
-        want, wanted = attended(q[t], rows[own[(own >= 0) & (own < 8 * BLOCK)]])
-        assert float((out[t] - want).norm() / want.norm()) < 4e-3
-        assert torch.allclose(lse[t], wanted, rtol=1e-5, atol=1e-5)
-    assert not out[2].any()
-    assert bool(torch.isneginf(lse[2]).all())
-
-
 @pytest.mark.parametrize("heads", [8, 64])
 def test_a_key_with_nan_spoils_the_rows_that_see_it(device: torch.device, heads: int) -> None:
     from ml4core_cuda.kernels import sparse_mla as module
-    from ml4core_cuda.tuned import forced
+    from ml4core_cuda.tuned import forced, sizes_of
 
     draw = torch.Generator().manual_seed(heads)
     cache = latents(device, 4, draw)
@@ -134,10 +89,14 @@ def test_a_key_with_nan_spoils_the_rows_that_see_it(device: torch.device, heads:
     q = torch.randn(2, heads, 576, generator=draw).bfloat16().to(device)
     slots = torch.arange(20, dtype=torch.int32, device=device).repeat(2, 1)
     lens = torch.tensor([20, 9], dtype=torch.int32, device=device)
-    key = module.shape_key("fp8_ds_mla", 2, heads, 20)
-    tile = {"form": 2, "heads": heads, "keys": 64}  # the default where it isn't served
-    for sizes in ({"form": 1, "integers": 0}, {"form": 1, "integers": 1}, tile):
-        with forced("sparse_mla", key, sizes):
+    tile, keys = (64, 64) if heads > 32 else (16, 128)
+    for sizes in (
+        module.Tiling(tile, keys, 1, 8, 1, form=1, integers=0),
+        module.Tiling(tile, keys, 1, 8, 1, form=1, integers=1),
+        module.Tiling(heads, 64, 1, 8, 1, form=2),  # the default where it isn't served
+    ):
+        key = module.shape_key("fp8_ds_mla", 2, heads, 20)
+        with forced("sparse_mla", key, sizes_of(sizes)):
             out, lse = module.sparse_mla(q, cache, slots, lens, 0.04)
         assert bool(out[0].isnan().any(-1).all())
         assert bool(lse[0].isnan().all())

@@ -68,7 +68,8 @@ class Backend(Protocol):
     It may have ``reference_device``, a ``Device``: what a deployment is judged for where it is only
     planned, and no device is found. It may have ``layouts_for(model: ModelSpec)``: its private
     layouts by id at the model's widths, as ``Session.layouts`` of a session will have them, so that
-    they can be planned without one.
+    they can be planned without one. It may have ``programs_for(deployment: Deployment)``: the sizes
+    that a session will compile steps for, lists of int by what they count, for such a plan.
     """
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,14 @@ from ml4core.models.requant import SOURCES, TARGET
 from ml4core.models.shards import EXPERT_ROLES
 from ml4core.planning import kv
 from ml4core.planning.model import PlannedModel, checkpoint_model, published_model
-from ml4core.planning.plan import Plan, PlanOptions, make_plan
+from ml4core.planning.plan import Plan, PlanOptions, gib, make_plan
+from ml4core.planning.proposals import propose
 
 _PUBLISHED = re.compile(r"mistralai/Mistral-Large-4(-[A-Za-z0-9.]+)*")
 _FORMS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "quark": "mxfp4", "bf16": "bf16"}
 """Words in a published name -> the form of its weights; without one it is FP8."""
+_PLANNED_ONLY = frozenset(("--memory", "--weights"))
+"""Flags of a plan that a launch has not."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Launch:
         plan: None there, too, where the model can't be planned with these flags, and with a private
             cache layout whose bytes the opened session alone knows.
         options: what it was planned by.
+        programs: sizes that steps are compiled for, by what they count, where the backend tells.
         refusals: every reason against it, sorted.
         what: what is refused.
     """
@@ -54,6 +58,7 @@ class Launch:
     deployment: Deployment | None
     plan: Plan | None
     options: PlanOptions
+    programs: Mapping[str, Sequence[int]] | None
     refusals: tuple[Refusal, ...]
     what: str
 
@@ -80,7 +85,7 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
         what = refused.what
     model, subject = _model(args), choice or _reference(args.backend)
     if model is None or subject is None:
-        return Launch(choice, None, None, PlanOptions(), tuple(sorted(set(found))), what)
+        return Launch(choice, None, None, PlanOptions(), None, tuple(sorted(set(found))), what)
     plugin, device, capabilities = _parts(subject)
     options = _options(subject, model.spec)
     made = None
@@ -102,6 +107,7 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
     if choice is not None:
         devices = [one.device for one in choice.devices]
         found += device_refusals(ranks_of(deployment), devices)
+        found += () if made is None else _too_large(made, device)
     found += resolving.layout_refusals(deployment)
     found += resolving.limit_refusals(spec, capabilities)
     found += switches.refusals(args.additional_config, experts, capabilities)
@@ -113,7 +119,8 @@ def judge(args: EngineArgs, environment: Mapping[str, str] = os.environ) -> Laun
         registry.check(deployment, capabilities, plugin.manager)
     except Refused as refused:
         found += refused.refusals
-    return Launch(choice, deployment, made, options, tuple(sorted(set(found))), what)
+    programs = getattr(plugin.backend, "programs_for", lambda deployment: None)(deployment)
+    return Launch(choice, deployment, made, options, programs, tuple(sorted(set(found))), what)
 
 
 def named_backend(args: EngineArgs, model: ModelSpec) -> PlanOptions | None:
@@ -192,9 +199,23 @@ def _reference(name: str) -> Subject | None:
 
 
 def _options(subject: registry.Choice | Subject, model: ModelSpec) -> PlanOptions:
-    plugin, _, capabilities = _parts(subject)
+    plugin, device, capabilities = _parts(subject)
     layouts_for = getattr(plugin.backend, "layouts_for", lambda spec: kv.NONE)
-    return PlanOptions(backend=capabilities, layouts=layouts_for(model))
+    # The host's memory is not the process's to share out.
+    memory = device.memory_bytes if device.torch_device != "cpu" else 0
+    return PlanOptions(memory or None, backend=capabilities, layouts=layouts_for(model))
+
+
+def _too_large(plan: Plan, device: Device) -> tuple[Refusal, ...]:
+    """Weights that can't be loaded. What steps and caches take is judged where it is measured, as
+    the engine starts.
+    """
+    if plan.usable is None or plan.weight_bytes <= plan.usable:
+        return ()
+    weights, room = gib(plan.weight_bytes), gib(plan.usable)
+    reason = f"weights take {weights}, and {device.name} has {room} to use"
+    works = ", or ".join(str(one) for one in propose(plan) if one.flag not in _PLANNED_ONLY)
+    return (Refusal("core", "memory", reason, works or "more devices, or larger ones"),)
 
 
 def _parts(

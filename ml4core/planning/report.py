@@ -132,7 +132,7 @@ def _capacity(plan: Plan, contexts: Sequence[int]) -> dict[str, Any] | None:
 def _notes(plan: Plan) -> Iterable[str]:
     args, ranks = plan.args, plan.ranks
     if plan.options.memory is None and args.kv_cache_memory_bytes is None:
-        yield "no memory is given, so no pool is planned; add --memory GIB or --device NAME"
+        yield "no memory is known, so no pool is planned; `ml4 plan` takes --memory and --device"
     if args.kv_transfer_config:
         yield "--kv-transfer-config: rows on the host, and hot rows on the device, are not counted"
     if args.quantization is not None:

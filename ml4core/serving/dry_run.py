@@ -16,8 +16,9 @@ from ml4core.serving.opening import cache_wishes, check_images, open_tokenizer
 def dry_run(
     args: EngineArgs, refused: Callable[[dict[str, Any]], None] = lambda told: None
 ) -> dict[str, Any]:
-    """The backend that would run it, and a plan of its memory, JSON-able; None in the plan's place
-    with a private cache layout whose bytes an opened session alone knows.
+    """The backend that would run it, a plan of its memory, and sizes that steps are compiled for,
+    JSON-able; None in the plan's place with a private cache layout whose bytes an opened session
+    alone knows, and in that of the sizes where the backend tells none.
 
     Raises what opening an engine would raise before it reads weights: of a published model that
     isn't here, and of a backend whose device isn't, too. ``refused`` is told before of what is
@@ -39,7 +40,8 @@ def dry_run(
     launch = judge(args)
     if launch.refusals:
         reasons = [asdict(one) for one in launch.refusals]
-        refused({"model": args.model, "refusals": reasons, "plan": told(launch.plan)})
+        facts = {"plan": told(launch.plan), "programs": launch.programs}
+        refused({"model": args.model, "refusals": reasons, **facts})
     launch.check()
     choice = launch.choice
     assert choice is not None  # else there is a reason
@@ -69,4 +71,5 @@ def dry_run(
         ],
         "tokenizer": {"file": str(tokenizer.path), "version": tokenizer.version},
         "plan": plan,
+        "programs": launch.programs,
     }

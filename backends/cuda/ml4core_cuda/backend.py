@@ -30,6 +30,9 @@ class CudaBackend:
 
     name = "cuda"
     priority = 100
+    reference_device = Device(
+        "real", "NVIDIA H200", "sm_90", "cuda:0", memory_bytes=int(139.8 * 2**30)
+    )
 
     def probe(self) -> Probe:
         """Every fact is gathered, so one run shows all that is missing."""

@@ -18,10 +18,22 @@ def main() -> None:
     """The NVIDIA backend."""
 
 
+def _regex(text: str) -> str:
+    """``text``, if it can be searched for."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise typer.BadParameter(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
 @app.command()
 def aot(
     keyword: Annotated[
-        str, typer.Option("-k", metavar="REGEX", help="only cases whose name has this")
+        str,
+        typer.Option(
+            "-k", metavar="REGEX", callback=_regex, help="only cases whose name has this"
+        ),
     ] = "",
     arch: Annotated[
         list[str] | None, typer.Option(help="sm_90 or sm_100; may be given twice; both if not")

@@ -107,6 +107,54 @@ def test_reasons_of_every_part_stand_together() -> None:
     assert refused.value.refusals == launch.refusals
 
 
+@pytest.mark.parametrize("room", [900, 4096])
+def test_a_devices_own_memory_is_planned(
+    monkeypatch: pytest.MonkeyPatch, choice: registry.Choice, room: int
+) -> None:
+    """Weights that don't fit are a reason against the launch where that device is here."""
+    device = replace(choice.device, name="A GPU", torch_device="cuda:0", memory_bytes=room << 30)
+    found = replace(choice, devices=(replace(choice.devices[0], device=device),))
+    monkeypatch.setattr(registry, "select", lambda name, **more: found)
+    launch = judge(EngineArgs(PUBLISHED, backend="cpu", max_model_len=4096), {})
+    assert launch.plan is not None
+    assert launch.plan.options.memory == room << 30
+    (refusal,) = launch.refusals or (None,)
+    if room == 900:
+        assert refusal is not None
+        assert refusal.reason.startswith("weights take ")
+        assert refusal.reason.endswith("and A GPU has 810.00 GiB to use")
+        assert refusal.remedy.startswith("--tensor-parallel-size ")
+        assert "--memory" not in refusal.remedy
+    else:
+        assert launch.plan.fits
+        assert refusal is None
+
+
+@pytest.mark.usefixtures("missing")
+def test_a_device_that_stands_in_refuses_nothing_by_its_memory(
+    monkeypatch: pytest.MonkeyPatch, choice: registry.Choice
+) -> None:
+    device = replace(choice.device, torch_device="cuda:0", memory_bytes=64 << 30)
+    monkeypatch.setattr(type(choice.backend), "reference_device", device, raising=False)
+    launch = judge(EngineArgs(PUBLISHED, backend="cpu", max_model_len=4096), {})
+    assert launch.refusals == (WHY,)
+    assert launch.plan is not None
+    assert not launch.plan.fits
+
+
+@pytest.mark.usefixtures("here")
+def test_a_backend_tells_what_it_compiles_for(
+    monkeypatch: pytest.MonkeyPatch, choice: registry.Choice
+) -> None:
+    args = EngineArgs("ml4-tiny", backend="cpu", max_model_len=64)
+    assert dry_run(args)["programs"] is None
+    sizes = {"rows": [16, 32]}
+    monkeypatch.setattr(
+        type(choice.backend), "programs_for", lambda self, deployment: sizes, raising=False
+    )
+    assert dry_run(args)["programs"] == sizes
+
+
 @pytest.mark.usefixtures("missing")
 def test_without_a_device_to_judge_by_the_backend_alone_is_told() -> None:
     launch = judge(EngineArgs(PUBLISHED, backend="cpu"), {})

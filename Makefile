@@ -37,7 +37,7 @@ run-server: .venv/.installed-serve ## serve the shipped model at http://127.0.0.
 soak: .venv/.installed-dev ## 200 clients for five minutes: cancels, slow readers, bad requests
 	$(BIN)/pytest -m slow tests/serving/test_load.py $(PYTEST_ARGS)
 
-test: .venv/.installed-dev ## run the tests, but for the slow ones; 1.3 GB to download once, for torch-xla's
+test: .venv/.installed-dev ## run the tests, but for the slow ones; 1.6 GB to download once, for torch-xla and another triton
 	$(BIN)/pytest -m "not slow and not network" $(PARALLEL) $(PYTEST_ARGS)
 
 test-full: .venv/.installed-dev ## run every test

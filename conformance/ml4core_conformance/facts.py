@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -22,6 +23,8 @@ from ml4core_conformance.target import NO_DEVICE, Target
 
 _LIBRARIES = ("torch", "numpy", "triton", "pluggy", "safetensors", "transformers")
 _DISTRIBUTION = "ml4core-conformance"
+_COMMIT = "ML4_SOURCE_COMMIT"
+"""Variable: the commit, 40 hex digits, of a copy of the sources that has no .git."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,9 @@ def libraries(plugin: PluginFacts) -> dict[str, str]:
 
 
 def checkouts(plugin: PluginFacts) -> dict[str, GitFacts]:
-    """By distribution, the state of the checkout that it runs from; installed ones have none."""
+    """By distribution, the state of the checkout that it runs from; installed ones have none, but
+    what ``ML4_SOURCE_COMMIT`` says. ``ValueError`` if that is no commit.
+    """
     modules = {_DISTRIBUTION: __package__ or ""}
     if plugin.target:
         modules.setdefault(plugin.distribution or plugin.backend, plugin.target.partition(":")[0])
@@ -157,7 +162,7 @@ def _required(name: str) -> list[str]:
 
 
 def _git(module: str) -> GitFacts | None:
-    """The checkout that tracks a module's file; None if none does."""
+    """The checkout that tracks a module's file, or what the variable says; None without."""
     try:
         spec = find_spec(module.partition(".")[0])  # the top package alone: imports nothing
     except (ImportError, ValueError):
@@ -166,10 +171,19 @@ def _git(module: str) -> GitFacts | None:
         return None
     file = Path(spec.origin)
     if _ask_git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
-        return None
+        return _told_commit()
     commit = _ask_git(file.parent, "rev-parse", "HEAD")
     changes = _ask_git(file.parent, "status", "--porcelain", "--untracked-files=no")
     return None if commit is None else GitFacts(commit.strip(), bool((changes or "").strip()))
+
+
+def _told_commit() -> GitFacts | None:
+    commit = os.environ.get(_COMMIT, "")
+    if not commit:
+        return None
+    if not re.fullmatch(r"[0-9a-f]{40}", commit):
+        raise ValueError(f"{_COMMIT}={commit!r} is no commit; works: 40 hex digits, as of git")
+    return GitFacts(commit, dirty=False)
 
 
 def _ask_git(folder: Path, *words: str) -> str | None:

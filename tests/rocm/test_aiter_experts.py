@@ -9,6 +9,7 @@ import torch
 
 from ml4core.api import Weight
 from ml4core.formats import mxfp4
+from ml4core_rocm.switches import MOE_BOUND
 
 from .fake_aiter import Fake
 
@@ -55,8 +56,8 @@ def values(weight: Weight) -> torch.Tensor:
 def test_experts_in_mxfp4(aiter: Fake, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     from ml4core_rocm.kernels import aiter_experts
 
-    for name, value in aiter_experts.environment(mode).items():
-        monkeypatch.setenv(name, value)
+    if mode == "a8w4":
+        monkeypatch.setenv(MOE_BOUND, "0")
     random = draw(12)
     w13, w2 = experts(random, 3, 256, 256)
     x = torch.randn(3, 256, generator=random).bfloat16()
@@ -75,7 +76,7 @@ def test_gates_in_the_other_order_are_wrong(aiter: Fake, monkeypatch: pytest.Mon
     """The fake tells them apart: weights of one mode in a call of the other."""
     from ml4core_rocm.kernels import aiter_experts
 
-    monkeypatch.setenv(aiter_experts.BOUND, "0")
+    monkeypatch.setenv(MOE_BOUND, "0")
     random = draw(13)
     w13, w2 = experts(random, 2, 256, 256)
     x = torch.randn(2, 256, generator=random).bfloat16()
@@ -90,7 +91,7 @@ def test_eight_bit_activations_need_their_bound(
 ) -> None:
     from ml4core_rocm.kernels import aiter_experts
 
-    monkeypatch.delenv(aiter_experts.BOUND, raising=False)
+    monkeypatch.delenv(MOE_BOUND, raising=False)
     random = draw(14)
     arranged = aiter_experts.arrange(*experts(random, 1, 256, 256), "a8w4")
     x = torch.zeros(1, 256).bfloat16()
@@ -102,7 +103,7 @@ def test_eight_bit_activations_need_their_bound(
 def test_experts_of_other_ranks(aiter: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     from ml4core_rocm.kernels import aiter_experts
 
-    monkeypatch.setenv(aiter_experts.BOUND, "0")
+    monkeypatch.setenv(MOE_BOUND, "0")
     random = draw(15)
     w13, w2 = experts(random, 2, 256, 256)
     x = torch.randn(2, 256, generator=random).bfloat16()
@@ -121,31 +122,15 @@ def test_experts_of_other_ranks(aiter: Fake, monkeypatch: pytest.MonkeyPatch) ->
         aiter_experts.fused(x, separated, weights, ids, 4, 10)
 
 
-def test_experts_in_block_fp8(aiter: Fake) -> None:
-    from ml4core.formats import fp8_block
-    from ml4core_rocm.kernels import aiter_experts
-
-    random = draw(16)
-    made = []
-    for shape in ((2, 512, 128), (2, 128, 256)):
-        data, scale = fp8_block.quantize_weight(torch.randn(shape, generator=random) * 0.1)
-        made.append(Weight("fp8_block", shape, {"data": data, "scale": scale}))
-    w13, w2 = made
-    x = torch.randn(2, 128, generator=random).bfloat16()
-    ids, weights = torch.tensor([[0, 1], [1, 0]]), torch.rand(2, 2, generator=random)
-    found = aiter_experts.fused(x, aiter_experts.arrange(w13, w2, "fp8_block"), weights, ids)
-    wide = [fp8_block.dequantize_weight(w.data, w.parts["scale"]) for w in (w13, w2)]
-    assert far(found, mixed(x, *wide, weights, ids)) < 0.06
-
-
 def test_experts_that_the_tiles_do_not_divide(aiter: Fake) -> None:
     from ml4core_rocm.kernels.aiter_experts import arrange
 
     random = draw(17)
     with pytest.raises(ValueError, match="multiples of 256; these are 256 and 384"):
         arrange(*experts(random, 1, 256, 384), "a4w4")
-    with pytest.raises(ValueError, match="takes experts in fp8_block, not mxfp4"):
-        arrange(*experts(random, 1, 256, 256), "fp8_block")
+    other = [Weight("fp8_block", one.shape, one.parts) for one in experts(random, 1, 256, 256)]
+    with pytest.raises(ValueError, match="takes experts in mxfp4, not fp8_block"):
+        arrange(*other, "a8w4")
     with pytest.raises(ValueError, match="'a16w4'"):
         arrange(*experts(random, 1, 256, 256), "a16w4")  # type: ignore[arg-type]
 

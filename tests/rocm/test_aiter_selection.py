@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -116,7 +118,7 @@ def test_topk_is_stable_and_relative_to_the_row(aiter: Fake) -> None:
     scores[2, 100] = float("nan")
     begins = torch.tensor([700, 10, 0], dtype=torch.int32)
     ends = torch.tensor([4700, 1500, 3000], dtype=torch.int32)
-    positions, lens, has_nan = topk_rows(scores, begins, ends)
+    positions, lens, has_nan = topk_rows(scores.clone(), begins, ends, 4000)
     assert has_nan.tolist() == [False, False, True]
     assert lens.tolist() == [2048, 1490, 2048]
     for t in range(2):
@@ -135,3 +137,56 @@ def test_topk_is_stable_and_relative_to_the_row(aiter: Fake) -> None:
         assert positions[t].tolist() == want
     assert positions[2:].eq(-1).all()
     assert not has_nan.any()
+
+
+@pytest.mark.parametrize("column", [0, 63, 64, 599])
+def test_nan_is_looked_for_in_a_rows_own_run(
+    aiter: Fake, monkeypatch: pytest.MonkeyPatch, column: int
+) -> None:
+    """Wherever it stands there; what lies outside, as memory that no score was written to, is
+    neither read nor changed, and no copy is made.
+    """
+    from ml4core_rocm.kernels import aiter_topk
+    from ml4core_rocm.kernels.aiter_topk import topk_rows, topk_windows
+
+    monkeypatch.setattr(aiter_topk, "_TILE", 64)
+    scores = torch.randn(4, 1000, generator=draw(12))
+    begins = torch.tensor([300, 0, 300, 9], dtype=torch.int32)
+    ends = torch.tensor([900, 1000, 900, 9], dtype=torch.int32)
+    scores[0, 300 + column] = float("nan")
+    for t in range(4):
+        scores[t, : begins[t]] = scores[t, ends[t] :] = float("nan")
+    before = scores.clone()
+    positions, _, has_nan = topk_rows(scores, begins, ends, 1000)
+    assert has_nan.tolist() == [True, False, False, False]
+    assert scores[0, 300 + column] == -torch.inf
+    scores[0, 300 + column] = float("nan")
+    assert torch.equal(scores.view(torch.int32), before.view(torch.int32))
+    assert aiter.last("top_k_per_row_prefill")["logits"] is scores
+    visible = ends - begins
+    windows = torch.full((4, 1000), float("nan"))
+    for t, seen in enumerate(visible.tolist()):
+        windows[t, :seen] = before[t, begins[t] : ends[t]]
+    other, _, has_nan = topk_windows(windows, visible, 1)
+    assert torch.equal(other, positions)
+    assert has_nan.tolist() == [True, False, False, False]
+
+
+def test_a_row_of_a_wide_array_costs_its_own_run(
+    aiter: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of scores of prompts only as many tiles are launched as the longest run may have."""
+    from ml4core_rocm.kernels import aiter_topk
+
+    grids: list[tuple[int, int]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            grids.append(grid)
+            return lambda *given, **named: None
+
+    monkeypatch.setattr(aiter_topk, "nan_kernel", Kernel())
+    scores = torch.zeros(3, 1 << 20)
+    ends = torch.tensor([4, 5000, 9000], dtype=torch.int32)
+    aiter_topk.topk_rows(scores, ends - 4, ends, 8192)
+    assert grids == [(3, 2)]

@@ -8,17 +8,24 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ml4core_rocm import aot_floor, aot_processes, aot_verdict
+from ml4core.planning.model import published_model
+from ml4core.planning.ranks import Ranks
+from ml4core.planning.weights import kept
+from ml4core_rocm import aot_floor, aot_model, aot_processes, aot_verdict
 from ml4core_rocm.aot import Compiled, figures
-from ml4core_rocm.aot_floor import Work
+from ml4core_rocm.aot_floor import Shape, Work
 from ml4core_rocm.commands import app
 from ml4core_triton.aot import Case
 
 HOT = (
     "^(sparse_mla e4m3.* 16 heads 1 rows|window_mla e4m3.* 7 rows|indexer_logits 32 heads 4 rows"
-    "|index_key_write rope|moe_experts a[48]w4 1536 wide 1 rows|gemm fp8_block fp8_block 64 rows)"
+    "|index_key_write rope|moe_experts a[48]w4 1536 wide 1 rows|gemm fp8_block fp8_block 64 rows"
+    "|sparse_mla e4m3.* 8 heads 1 rows|moe_experts a8w4 768 wide 1 rows|topk of 65536"
+    "|sparse_mla bf16 16 heads 1 rows|ragged_mla|gemm bf16 64 rows|head_gemm 16 heads 64 rows)"
 )
-"""A rank of TP 4 in a decode step. ``ml4 rocm aot`` judges every case."""
+"""A rank of TP 4 in a decode step; then what TP 8, top-k, streams of slots and bf16 launch beside
+that. ``ml4 rocm aot`` judges every case.
+"""
 
 ONE = Compiled("case", "kernel", "gfx950", 1, 4, 2, 64, 0, 1024, 0, 0, 0, (), (), True, "")
 
@@ -38,6 +45,7 @@ def test_hot_kernels_keep_their_registers(compiled: dict[str, list[Compiled]]) -
             # One wave of each SIMD at least, and the LDS of a compute unit.
             assert one.vgprs <= 512, one
             assert one.lds_bytes <= (65536 if one.arch == "gfx942" else 163840), one
+            assert not (one.hot and one.vgpr_spills), one
 
 
 def test_products_are_what_they_are_meant_to_be(compiled: dict[str, list[Compiled]]) -> None:
@@ -116,6 +124,26 @@ def test_an_assembly_without_metadata() -> None:
     assert list(figures(text).values()) == [2, 1, 3, 4, 5]
 
 
+def test_the_command_shows_both_kinds_of_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = replace(ONE, vgpr_spills=31, sgpr_spills=170, scratch_bytes=7)
+    monkeypatch.setattr(aot_processes, "compiled", lambda *_: [replace(one, hot=False)])
+    head, line, _ = CliRunner().invoke(app, ["aot", "--arch", "gfx950"]).output.splitlines()
+    for name, value in (("VGPR-spills", "31"), ("SGPR-spills", "170"), ("scratch", "7")):
+        end = head.index(name) + len(name)
+        assert line[:end].split()[-1] == value
+
+
+def test_figures_of_steps_are_of_one_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot_processes, "model", lambda arch, *_: [f"a line of {arch}"])
+    for words in (["gfx942"], ["gfx942", "--arch", "gfx950"]):
+        done = CliRunner().invoke(app, ["aot", "--model", "--arch", *words])
+        assert done.exit_code == 2
+        assert "gfx942" in done.output
+    for given in ([], ["--arch", "gfx950"]):
+        done = CliRunner().invoke(app, ["aot", "--model", *given])
+        assert (done.exit_code, "a line of gfx950" in done.output) == (0, True)
+
+
 def test_the_command_tells_faults_and_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     spilt = replace(ONE, vgpr_spills=3, scratch_bytes=12)
     monkeypatch.setattr(aot_processes, "compiled", lambda arch, *rest: [replace(spilt, arch=arch)])
@@ -177,13 +205,48 @@ def test_registers_and_lds_bound_what_is_resident() -> None:
 
 def test_a_step_adds_its_launches_up() -> None:
     one = replace(ONE, programs=4096, tile={"BN": 64})
-    lines, floor, least = aot_floor.steps([WORK, replace(WORK, times=1)], lambda _: one)
-    assert len(lines) == 2
-    assert floor == pytest.approx(4e-6)
-    assert least == pytest.approx(4e-6)
+    both = [replace(WORK, weights=6e6), replace(WORK, times=1)]
+    step = aot_floor.step(both, lambda _: one)
+    assert len(step.lines) == 2
+    assert step.floor == pytest.approx(4e-6)
+    assert step.reach == pytest.approx(4e-6)
+    assert step.weights == 18e6
+
+
+def test_a_short_launch_is_told_as_such_beside_its_true_floor() -> None:
+    one = replace(ONE, programs=4096, tile={"BN": 64})
+    short = replace(WORK, bytes=1.2e6, operations=0.0)
+    found = aot_floor.reach(short, one)
+    assert found.floor == pytest.approx(0.15e-6)
+    assert found.reach == aot_floor.LATENCY
+    assert found.ratio == pytest.approx(0.8 / 0.15)
+    assert "   5.3  launch-bound" in aot_floor.line(short, one)
+    # What it has in flight, and not the launch, keeps it from its floor.
+    assert "beyond 2x" in aot_floor.line(short, replace(one, programs=4))
+
+
+@pytest.mark.parametrize("shape", aot_model.SHAPES, ids=str)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_step_reads_the_planners_weights(ranks: int, shape: Shape) -> None:
+    """All matrices of a rank but the embedding, and of routed experts those that are touched."""
+    table = published_model("mxfp4").table
+    parts = table.by_part(Ranks(tp=ranks), kept("bf16"))
+    experts = parts["routed experts"].rank * aot_model.touched(shape.rows) / 128
+    wanted = experts + sum(
+        parts[part].rank
+        for part in ("output", "attention", "indexer", "router", "shared experts", "dense")
+    )
+    found = sum(work.times * work.weights for work in aot_model.works(ranks, shape))
+    assert found == pytest.approx(wanted, rel=1e-4)  # vectors are left out
+
+
+def test_steps_are_decodes_windows_and_a_chunk_of_a_prompt() -> None:
+    rows = {(shape.requests, shape.each): shape.judged for shape in aot_model.SHAPES}
+    assert rows == {(1, 1): 1, (64, 1): 64, (1, 4): 4, (64, 4): 256, (1, 8192): 1}
 
 
 def test_the_model_is_told_beside_its_floors() -> None:
-    lines = list(aot_processes.model("gfx950", "(top-k|output).*TP 8, 64"))
-    assert [line.split(",")[0] for line in lines[1:]] == ["top-k", "output projection", "TP 8"]
+    lines = list(aot_processes.model("gfx950", "(top-k|output).*TP 8, 64 x 4"))
+    names = ["top-k", "output projection 6144 x 1024", "TP 8"]
+    assert [line.split(",")[0] for line in lines[1:]] == names
     assert "ms at the floors of these kernels in a step" in lines[-1]

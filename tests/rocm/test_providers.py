@@ -210,6 +210,7 @@ def test_who_selects(
         assert [reason in refusal.reason for refusal in found.refusals] == [True]
 
 
+@pytest.mark.parametrize("bytes_of_keys", [0, 64 << 20, 2 * 32 * 132])
 @pytest.mark.parametrize("bytes_of_scores", [0, 64 << 20])
 def test_its_selection_is_ours(
     deploy: Deploy,
@@ -217,9 +218,10 @@ def test_its_selection_is_ours(
     aiter: Fake,
     monkeypatch: pytest.MonkeyPatch,
     bytes_of_scores: int,
+    bytes_of_keys: int,
 ) -> None:
     """Decodes, a verify window and chunks of two prompts, with padded requests and rows; ours is
-    composed of our ops.
+    composed of our ops. Keys of a request at a time, of two and one, and of all three.
     """
     from ml4core_rocm.kernels import aiter_select
     from ml4core_rocm.kernels.indexer_logits import indexer_logits
@@ -234,6 +236,16 @@ def test_its_selection_is_ours(
         KVCache(keys, size, keys.pack(rows, None)),
     )
     monkeypatch.setattr(aiter_select, "SCORE_BYTES", bytes_of_scores)  # 0: row by row
+    monkeypatch.setattr(aiter_select, "KEY_BYTES", bytes_of_keys)
+    gathered: list[int] = []
+    gather = aiter_select.gathered_keys
+
+    def counted(*given: Any) -> Any:
+        found = gather(*given)
+        gathered.append(sum(one.numel() * one.element_size() for one in found))
+        return found
+
+    monkeypatch.setattr(aiter_select, "gathered_keys", counted)
     monkeypatch.setattr("ml4core_rocm.stages.PROMPT_KEYS", 2 * size)
     prompts = Segment(3, 6, 4)
     shape = StepShape(Segment(2, 2, 1), Segment(1, 3, 3), prompts, (("latent", 2), ("index", 2)), 5)
@@ -271,8 +283,11 @@ def test_its_selection_is_ours(
     assert torch.equal(chosen.lens, lens)
     assert torch.equal(chosen.has_nan, has_nan)
     assert torch.equal(chosen.slots, to_slots(positions, table.flip(1), request, size))
-    assert aiter.names().count("top_k_per_row_decode") == 2
-    assert aiter.names().count("top_k_per_row_prefill") == (1 if bytes_of_scores else 6)
+    groups = {0: [1, 1, 1], 64 << 20: [3], 2 * 32 * 132: [2, 1]}[bytes_of_keys]
+    assert gathered == [requests * 2 * size * 132 for requests in groups]
+    assert aiter.names().count("top_k_per_row_decode") == (2 if bytes_of_scores else 3)
+    calls = len(groups) * (1 if bytes_of_scores else 6)
+    assert aiter.names().count("top_k_per_row_prefill") == calls
 
 
 @pytest.mark.parametrize(
@@ -440,3 +455,11 @@ def test_experts_in_other_formats_keep_their_order() -> None:
     fp8 = Weight("fp8_block", (1, 256, 128), {"data": torch.zeros(1), "scale": torch.zeros(1)})
     both = {"experts_w13": fp8, "experts_w2": fp8}
     assert arranged(both, "a8w4") is both
+
+
+def test_what_a_selection_holds_is_what_is_reserved_for_it() -> None:
+    """Core counts half a GiB for it, where rows and contexts are as many as AITER serves."""
+    from ml4core.planning.reserve import SCORES
+    from ml4core_rocm.kernels import aiter_select
+
+    assert aiter_select.KEY_BYTES + aiter_select.SCORE_BYTES == SCORES

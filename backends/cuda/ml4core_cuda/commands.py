@@ -31,9 +31,7 @@ def _regex(text: str) -> str:
 def aot(
     keyword: Annotated[
         str,
-        typer.Option(
-            "-k", metavar="REGEX", callback=_regex, help="only cases whose name has this"
-        ),
+        typer.Option("-k", metavar="REGEX", callback=_regex, help="only cases whose name has this"),
     ] = "",
     arch: Annotated[
         list[str] | None, typer.Option(help="sm_90 or sm_100; may be given twice; both if not")

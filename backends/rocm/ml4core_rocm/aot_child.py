@@ -27,9 +27,9 @@ def compiled(arch: str, keyword: str) -> Iterator[Compiled]:
 
 
 def model(arch: str, keyword: str) -> Iterator[str]:
-    """Lines of each hot kernel of a decode step beside its floor, and the sums of a step."""
-    from ml4core_rocm.aot_floor import HEAD, Work, steps
-    from ml4core_rocm.aot_model import works
+    """Lines of each hot kernel of a step beside its floor, and the sums of each step."""
+    from ml4core_rocm.aot_floor import HEAD, Work, step
+    from ml4core_rocm.aot_model import SHAPES, works
 
     known: dict[str, list[Compiled]] = {}
 
@@ -44,14 +44,15 @@ def model(arch: str, keyword: str) -> Iterator[str]:
 
     yield HEAD
     for ranks in (4, 8):
-        for rows in (1, 64):
-            wanted = [w for w in works(ranks, rows) if re.search(keyword, w.case.name)]
-            lines, floor, least = steps(wanted, found)
-            yield from lines
-            if lines:
+        for shape in SHAPES:
+            wanted = [w for w in works(ranks, shape) if re.search(keyword, w.case.name)]
+            sums = step(wanted, found)
+            yield from sums.lines
+            if sums.lines:
                 yield (
-                    f"TP {ranks}, {rows} rows: {1e3 * floor:.3f} ms at the floors of these kernels "
-                    f"in a step, {1e3 * least:.3f} ms by what they keep in flight"
+                    f"TP {ranks}, {shape}: {1e3 * sums.floor:.3f} ms at the floors of these "
+                    f"kernels in a step, {1e3 * sums.reach:.3f} ms by what they keep in flight; "
+                    f"{sums.weights / 1e9:.2f} GB of weights"
                 )
 
 

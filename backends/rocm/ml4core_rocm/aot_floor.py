@@ -16,15 +16,44 @@ from typing import Any
 from ml4core_rocm.aot import Compiled
 from ml4core_triton.aot import Case
 
+_WINDOW = 8
+"""Rows that a request's window has at most: seven drafts and one."""
 BANDWIDTH = 8.0e12
 """Bytes a second."""
-RATES: Mapping[str, float] = MappingProxyType({"bf16": 2.3e15, "fp8": 4.6e15, "mxfp4": 9.2e15})
+RATES: Mapping[str, float] = MappingProxyType(
+    {"fp32": 0.144e15, "bf16": 2.3e15, "fp8": 4.6e15, "mxfp4": 9.2e15}
+)
 """Dense operations a second."""
 UNITS, SIMDS, REGISTERS, LDS = 256, 4, 512, 160 * 1024
 """Compute units; of each: SIMDs, registers a lane, bytes of LDS."""
 MOST_WAVES = 8
 LATENCY = 0.8e-6
-"""Seconds from a request to its bytes under load; an assumption."""
+"""Seconds from a request to its bytes under load, and so of any launch; an assumption."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows of a step: so many requests, with as many rows each: one of a decode, those of a window
+    that verifies drafts, or a chunk of a prompt.
+    """
+
+    requests: int
+    each: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.requests * self.each
+
+    @property
+    def judged(self) -> int:
+        """Rows that get logits: of a prompt the last one."""
+        return self.rows if self.each <= _WINDOW else self.requests
+
+    def name(self, what: str, ranks: int) -> str:
+        return f"{what}, TP {ranks}, {self}"
+
+    def __str__(self) -> str:
+        return f"{self.requests} x {self.each} rows"
 
 
 @dataclass(frozen=True)
@@ -38,6 +67,7 @@ class Work:
         bytes: that have to come from memory or go there.
         operations: of the matrix units, in ``unit``.
         tile_bytes: what a program asks for before it waits, of what a launch says of its tile.
+        weights: those of ``bytes`` that are weights.
     """
 
     case: Case
@@ -47,6 +77,7 @@ class Work:
     operations: float
     unit: str
     tile_bytes: Callable[[Mapping[str, Any]], float]
+    weights: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,8 +96,16 @@ class Reach:
 
     @property
     def ratio(self) -> float:
-        """Beside the floor, or one latency where all that it moves is less than that."""
-        return self.reach / max(self.floor, LATENCY)
+        return self.reach / self.floor
+
+    @property
+    def mark(self) -> str:
+        """What stands against it; "" for a launch within twice its floor. What moves so little that
+        a latency is all it takes, or two, is launch-bound.
+        """
+        if self.ratio <= 2:
+            return ""
+        return "launch-bound" if self.reach <= 2 * LATENCY else "beyond 2x"
 
 
 def resident(one: Compiled) -> int:
@@ -87,27 +126,42 @@ def reach(work: Work, one: Compiled) -> Reach:
 
 def line(work: Work, one: Compiled) -> str:
     found = reach(work, one)
-    mark = "  beyond 2x" if found.ratio > 2 else ""
+    mark = f"  {found.mark}" if found.mark else ""
     return (
-        f"{work.case.name:44} {work.kernel:22} {one.programs:6} {found.waves:5.1f} "
+        f"{work.case.name:53} {work.times:5} {work.kernel:22} {one.programs:6} {found.waves:5.1f} "
         f"{work.bytes / 1e6:9.2f} {work.operations / 1e9:9.2f} {work.unit:5} "
         f"{found.floor * 1e6:9.2f} {found.reach * 1e6:9.2f} {found.ratio:5.1f}{mark}"
     )
 
 
 HEAD = (
-    f"{'case':44} {'kernel':22} {'grid':>6} {'waves':>5} {'MB':>9} {'GOP':>9} {'in':5} "
-    f"{'floor us':>9} {'reach us':>9} {'ratio':>5}"
+    f"{'case':53} {'times':>5} {'kernel':22} {'grid':>6} {'waves':>5} {'MB':>9} {'GOP':>9} "
+    f"{'in':5} {'floor us':>9} {'reach us':>9} {'ratio':>5}"
 )
 
 
-def steps(works: list[Work], found: Callable[[Work], Compiled]) -> tuple[list[str], float, float]:
-    """Lines of the kernels of one step, and the sums of their floors and reaches, in seconds."""
-    lines, floor, least = [], 0.0, 0.0
+@dataclass(frozen=True)
+class Step:
+    """Sums over the launches of one step.
+
+    Attributes:
+        floor, reach: seconds.
+        weights: bytes.
+    """
+
+    lines: list[str]
+    floor: float
+    reach: float
+    weights: float
+
+
+def step(works: list[Work], found: Callable[[Work], Compiled]) -> Step:
+    lines, floor, least, weights = [], 0.0, 0.0, 0.0
     for work in works:
         one = found(work)
         lines.append(line(work, one))
         each = reach(work, one)
         floor += work.times * each.floor
         least += work.times * each.reach
-    return lines, floor, least
+        weights += work.times * work.weights
+    return Step(lines, floor, least, weights)

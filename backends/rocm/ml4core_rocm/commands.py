@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +18,20 @@ def main() -> None:
     """The AMD backend."""
 
 
+def _regex(text: str) -> str:
+    """``text``, if it can be searched for."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise typer.BadParameter(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
 @app.command()
 def aot(
     keyword: Annotated[
-        str, typer.Option("-k", metavar="REGEX", help="only cases whose name has this")
+        str,
+        typer.Option("-k", metavar="REGEX", callback=_regex, help="only cases whose name has this"),
     ] = "",
     arch: Annotated[
         list[str] | None, typer.Option(help="gfx950 or gfx942; may be given twice; both if not")
@@ -33,7 +44,8 @@ def aot(
         bool, typer.Option("--model", help="hot kernels of a step of ML4 beside their floors")
     ] = False,
 ) -> None:
-    """Compile kernels ahead: registers, LDS, scratch memory and matrix instructions of each.
+    """Compile kernels ahead: registers, LDS, spills of vector and scalar registers, scratch memory
+    and matrix instructions of each.
 
     Needs triton, and no GPU. Ends with 1 if a hot kernel spills, computes in the other flavour of
     FP8, or lacks the matrix instruction that it is meant to have.
@@ -43,6 +55,10 @@ def aot(
         raise typer.BadParameter(f"{', '.join(unknown)}; works: {', '.join(sorted(SERVED))}")
     if triton is not None and not (triton / "triton").is_dir():
         raise typer.BadParameter(f"{triton} holds no triton: pip install --target {triton} triton")
+    if model and archs != ["gfx950"] and arch:
+        raise typer.BadParameter(
+            f"--model has figures of gfx950 alone, and --arch asks for {', '.join(archs)}"
+        )
     if model:
         _model(keyword, triton)
     else:
@@ -66,7 +82,8 @@ def _judged(keyword: str, archs: list[str], triton: Path | None) -> None:
 
     found, faults = [], []
     typer.echo(
-        f"{'case':46} {'kernel':24} {'arch':6} warps VGPR AGPR    LDS scratch  matrix instructions"
+        f"{'case':46} {'kernel':24} {'arch':6} warps VGPR AGPR    LDS VGPR-spills SGPR-spills "
+        "scratch  matrix instructions"
     )
     for each in archs:
         try:
@@ -74,7 +91,8 @@ def _judged(keyword: str, archs: list[str], triton: Path | None) -> None:
                 found.append(one)
                 typer.echo(
                     f"{one.case:46} {one.kernel:24} {one.arch:6} {one.warps:5} {one.vgprs:4} "
-                    f"{one.agprs:4} {one.lds_bytes:6} {one.scratch_bytes:7}  {' '.join(one.matrix)}"
+                    f"{one.agprs:4} {one.lds_bytes:6} {one.vgpr_spills:11} {one.sgpr_spills:11} "
+                    f"{one.scratch_bytes:7}  {' '.join(one.matrix)}"
                 )
                 for fault in filter(None, (spilling(one), foreign(one))):
                     faults.append(f"{one.case}, {one.kernel}, {one.arch}: {fault}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ml4core.api import Deployment, LayerSpec, Refusal
 from ml4core_rocm.devices import FLAVOUR
-from ml4core_rocm.switches import VARIABLES, Switches
+from ml4core_rocm.switches import AR_WORLDS, VARIABLES, Switches
 
 OURS = "triton"
 RAGGED = "triton ragged MLA"
@@ -23,8 +23,6 @@ TOPK, CHUNK = 2048, 256
 """Keys that its top-k keeps, and those of a chunk of its paged scores."""
 PROMPT_KEYS = 32768
 """Keys of a request from which its top-k of rows of prompts pays, as published."""
-WORLDS = (2, 4, 6, 8)
-"""Ranks that its all-reduce is made for."""
 LATENT, ROPE, HEADS = 512, 64, 128
 """Values of the rows that its attention reads, and the most heads of a rank."""
 _UNIT = 256
@@ -208,8 +206,8 @@ def _all_reduce(
 ) -> Iterator[Refusal]:
     name, world = "AITER all-reduce", deployment.tensor_parallel_size
     remedy = "the collectives of torch"
-    if world not in WORLDS:
-        reason = f"it is made for {', '.join(map(str, WORLDS))} ranks, not for {world}"
+    if world not in AR_WORLDS:
+        reason = f"it is made for {', '.join(map(str, AR_WORLDS))} ranks, not for {world}"
         yield Refusal(_SOURCE, name, reason, remedy)
     if deployment.nnodes > 1:
         reason = f"it reaches peers of one host, and the ranks are on {deployment.nnodes}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import environ
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from ml4core.api import (
 from ml4core_rocm import switches
 from ml4core_rocm.aiter_ops import arranged, with_aiter
 from ml4core_rocm.capabilities import capabilities
-from ml4core_rocm.collectives import joined
+from ml4core_rocm.collectives import GroupCollectives, joined
 from ml4core_rocm.ops import load_ops
 from ml4core_rocm.stages import Stages
 from ml4core_triton.session import GpuSession
@@ -42,11 +42,13 @@ class RocmSession(GpuSession):
         self._stages = Stages(deployment, ops=ops)
         served = ops.get("moe_experts") is not ours.get("moe_experts")
         self._expert_mode = found.expert_act if served else ""
-        if found.use_aiter:  # it takes these from the environment alone
-            environ[switches.VARIABLES[switches.AR_SIZE]] = str(found.custom_ar_max_size)
-            if self._expert_mode == "a8w4":
-                environ["AITER_BF16_FP8_MOE_BOUND"] = "0"
-        self._group, summed = joined(deployment, found, self._torch_device)
+        self._group: GroupCollectives | None = None
+        self._restore = _stated(self._of_environment(found))
+        try:
+            self._group, summed = joined(deployment, found, self._torch_device)
+        except BaseException:
+            self._restore()
+            raise
         self.collectives = self._group
         self.switches: Mapping[str, str] = {**found.told, **told, **summed}
 
@@ -67,7 +69,37 @@ class RocmSession(GpuSession):
         ready = super().prepare_weights(weights, layer, part)
         return arranged(ready, self._expert_mode) if self._expert_mode else ready
 
+    def _of_environment(self, found: switches.Switches) -> Mapping[str, str]:
+        """What AITER takes from the environment alone, for as long as the session is open."""
+        stated: dict[str, str] = {}
+        if found.use_aiter and self._deployment.tensor_parallel_size > 1:
+            stated[switches.VARIABLES[switches.AR_SIZE]] = str(found.custom_ar_max_size)
+        if self._expert_mode == "a8w4":
+            stated[switches.MOE_BOUND] = "0"
+        return stated
+
     def close(self) -> None:
-        super().close()
-        if self._group is not None:
-            self._group.close()
+        try:
+            super().close()
+            if self._group is not None:
+                self._group.close()
+        finally:
+            self._restore()
+
+
+def _stated(variables: Mapping[str, str]) -> Callable[[], None]:
+    """Puts ``variables`` into the environment. What is returned puts back what stood there; twice
+    is once.
+    """
+    before = {name: environ.get(name) for name in variables}
+    environ.update(variables)
+
+    def restore() -> None:
+        while before:
+            name, value = before.popitem()
+            if value is None:
+                environ.pop(name, None)
+            else:
+                environ[name] = value
+
+    return restore

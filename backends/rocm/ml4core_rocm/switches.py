@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ml4core.api import Capabilities, Deployment, Refusal
+from ml4core_rocm.devices import FLAVOUR
 
 AITER, SPARSE_MLA, AR_SIZE = "use_aiter", "aiter_triton_sparse_mla", "custom_ar_max_size"
 PRECISION = "sparse_mla_precision"
@@ -32,6 +33,13 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
 """Key -> variable."""
 KEYS = (*VARIABLES, PRECISION)
 
+MOE_BOUND = "AITER_BF16_FP8_MOE_BOUND"
+"""AITER's own: rows from which its a8w4 experts make FP8 of their inputs. It reads it on each call;
+a session sets it to 0, which is always.
+"""
+
+AR_WORLDS = (2, 4, 6, 8)
+"""Ranks that AITER's all-reduce is made for."""
 AR_DEFAULT = 64 << 20
 AR_POOL = 1 << 30
 """Bytes of the pool that the custom all-reduce registers: no message can be larger."""
@@ -86,6 +94,7 @@ def read(
     values: dict[str, Value] = {AITER: False, SPARSE_MLA: False, AR_SIZE: AR_DEFAULT}
     values[PRECISION] = PRECISIONS[0]
     told, faults = {}, []
+    sources: dict[str, str] = {}
     for key in KEYS:
         source, variable = "default", VARIABLES.get(key, _flag(key))
         stated: dict[str, Value] = {}
@@ -102,6 +111,7 @@ def read(
             faults.append(Refusal("rocm", variable, both, "one of the two, or both alike"))
         for name, value in stated.items():
             values[key], source = value, name
+            sources.setdefault(key, name)
         told[key] = f"{_shown(values[key])} ({source})"
     act = _expert_act(deployment, capabilities)
     if act:
@@ -116,7 +126,12 @@ def read(
         str(values[PRECISION]),
         told,
     )
-    return switches, (*faults, *_against(switches, deployment))
+    against = (
+        *_against(switches, deployment),
+        *_against_size(switches, deployment, sources.get(AR_SIZE)),
+        *_against_bound(switches, environment),
+    )
+    return switches, (*faults, *against)
 
 
 def _flag(key: str) -> str:
@@ -158,29 +173,70 @@ def _against(switches: Switches, deployment: Deployment) -> Iterator[Refusal]:
         reason = f"AITER's kernels run on a GPU, and the device is of kind {device.kind}"
         yield Refusal("rocm", VARIABLES[AITER], reason, "leave it out")
     yield from _against_precision(switches, deployment)
-    if not switches.aiter_triton_sparse_mla:
-        return
-    subject = VARIABLES[SPARSE_MLA]
+    if switches.aiter_triton_sparse_mla:
+        yield from _against_sparse_mla(switches, deployment)
+
+
+def _against_sparse_mla(switches: Switches, deployment: Deployment) -> Iterator[Refusal]:
+    """Why our kernel can't be asked for in the place of AITER's attention: what the switch is
+    published for, and where that attention wouldn't serve.
+    """
+    subject, arch = VARIABLES[SPARSE_MLA], deployment.device.arch
+    anyway = "our Triton kernel attends anyway, so it would change nothing"
     if not switches.use_aiter:
-        yield Refusal(
-            "rocm", subject, "its kernel is AITER's", f"{VARIABLES[AITER]}=1, or leave it out"
-        )
-    if device.arch != "gfx950":
-        reason = f"the kernel is made for gfx950; this device is {device.arch}"
+        remedy = f"{VARIABLES[AITER]}=1, or leave it out"
+        yield Refusal("rocm", subject, f"without AITER {anyway}", remedy)
+    if arch != "gfx950":
+        reason = f"it is published for gfx950; this device is {arch}"
         yield Refusal("rocm", subject, reason, "leave it out")
     if deployment.dtype != "bfloat16":
-        reason = f"its queries are bfloat16, not {deployment.dtype}"
-        yield Refusal("rocm", subject, reason, "--dtype bfloat16")
-    if deployment.kv_layout not in ("bf16", "e4m3"):
-        reason = f"it reads rows of bf16 or e4m3, not of {deployment.kv_layout}"
-        yield Refusal("rocm", subject, reason, "--kv-cache-dtype fp8, or bfloat16")
+        reason = f"AITER's attention takes bfloat16, not {deployment.dtype}: {anyway}"
+        yield Refusal("rocm", subject, reason, "--dtype bfloat16, or leave it out")
+    native = "e4m3fnuz" if FLAVOUR.get(arch) == "e4m3fnuz" else "e4m3"
+    if deployment.kv_layout not in ("bf16", native):
+        rows = f"rows of bf16 or {native}, not of {deployment.kv_layout}"
+        reason = f"AITER's attention reads {rows}: {anyway}"
+        remedy = "--kv-cache-dtype fp8, or bfloat16, or leave it out"
+        yield Refusal("rocm", subject, reason, remedy)
     for flag, size in (
         ("--decode-context-parallel-size", deployment.decode_context_parallel_size),
         ("--prefill-context-parallel-size", deployment.prefill_context_parallel_size),
     ):
         if size > 1:
-            reason = f"it gives no log-sum-exp, by which {size} ranks' parts are merged"
+            reason = f"it is published for no context parallelism, and {flag} is {size}"
             yield Refusal("rocm", subject, reason, f"{flag} 1, or leave it out")
+
+
+def _against_size(
+    switches: Switches, deployment: Deployment, source: str | None
+) -> Iterator[Refusal]:
+    """Why a size of AITER's all-reduce that ``source`` states would bound nothing; that there is
+    none, 0, may be said anywhere.
+    """
+    if source is None or not switches.custom_ar_max_size:
+        return
+    world, nodes = deployment.tensor_parallel_size, deployment.nnodes
+    if not switches.use_aiter:
+        reason = "without AITER torch sums over ranks, whatever the size"
+        yield Refusal("rocm", source, reason, f"{VARIABLES[AITER]}=1, or leave it out")
+    if world == 1:
+        reason = "one rank sums with no other"
+        yield Refusal("rocm", source, reason, "--tensor-parallel-size 8, or leave it out")
+    elif world not in AR_WORLDS:
+        made = ", ".join(map(str, AR_WORLDS))
+        reason = f"AITER's all-reduce is made for {made} ranks, not for {world}: torch sums"
+        yield Refusal("rocm", source, reason, "leave it out")
+    if nodes > 1:
+        reason = f"AITER's all-reduce reaches peers of one host, not of {nodes}: torch sums"
+        yield Refusal("rocm", source, reason, "leave it out")
+
+
+def _against_bound(switches: Switches, environment: Mapping[str, str]) -> Iterator[Refusal]:
+    """Of the library's own variable: that AITER would make other activations than are asked for."""
+    stated = environment.get(MOE_BOUND, "")
+    if switches.use_aiter and switches.expert_act == "a8w4" and stated not in ("", "0"):
+        reason = f"it says {stated!r}, and a8w4 is FP8 inputs of experts from the first row on"
+        yield Refusal("rocm", MOE_BOUND, reason, "0, or leave it out")
 
 
 def _against_precision(switches: Switches, deployment: Deployment) -> Iterator[Refusal]:

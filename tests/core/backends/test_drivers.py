@@ -122,7 +122,7 @@ def rocm_machine(root: Path) -> Path:
 
 
 def test_rocm_lists_the_gpus_of_the_topology(tmp_path: Path) -> None:
-    gpus, refusals = rocm.find_gpus(rocm_machine(tmp_path))
+    gpus, refusals = rocm.find_gpus(rocm_machine(tmp_path), {})
     assert gpus == (rocm.Gpu(0, "gfx950", 144 * GIB), rocm.Gpu(1, "gfx942", 144 * GIB))
     assert refusals == ()
     assert str(gpus[0]) == "AMD GPU (gfx950, 144.0 GiB)"
@@ -131,7 +131,7 @@ def test_rocm_lists_the_gpus_of_the_topology(tmp_path: Path) -> None:
 def test_rocm_without_the_device_node(tmp_path: Path) -> None:
     machine = rocm_machine(tmp_path)
     (machine / "dev/kfd").unlink()
-    gpus, (refusal,) = rocm.find_gpus(machine)
+    gpus, (refusal,) = rocm.find_gpus(machine, {})
     assert len(gpus) == 2
     assert refusal.reason == f"there is no {machine}/dev/kfd"
     assert "--device /dev/kfd" in refusal.remedy
@@ -140,13 +140,13 @@ def test_rocm_without_the_device_node(tmp_path: Path) -> None:
 def test_rocm_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = rocm_machine(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: path != machine / "dev/kfd")
-    _, (refusal,) = rocm.find_gpus(machine)
+    _, (refusal,) = rocm.find_gpus(machine, {})
     assert "may not be read and written by user" in refusal.reason
     assert "groups render and video" in refusal.remedy
 
 
 def test_rocm_machine_without_gpu_tells_both(tmp_path: Path) -> None:
-    gpus, refusals = rocm.find_gpus(tmp_path)
+    gpus, refusals = rocm.find_gpus(tmp_path, {})
     assert gpus == ()
     assert [refusal.subject for refusal in refusals] == ["driver", "GPU"]
 

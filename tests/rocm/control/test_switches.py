@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from ml4core.api import Deployment, Device, Refused
 from ml4core_rocm.backend import RocmBackend
 from ml4core_rocm.capabilities import capabilities
 from ml4core_rocm.devices import REFERENCE
-from ml4core_rocm.switches import AR_DEFAULT, AR_POOL, VARIABLES, Switches, read
+from ml4core_rocm.providers import peers
+from ml4core_rocm.switches import AR_DEFAULT, AR_POOL, MOE_BOUND, VARIABLES, Switches, read
 
 Deploy = Callable[..., Deployment]
 AITER, SPARSE, SIZE = VARIABLES.values()
@@ -37,7 +39,8 @@ def test_nothing_stated(deploy: Deploy) -> None:
 
 
 def test_the_announced_variables(deploy: Deploy) -> None:
-    switches, refused = found(deploy(), **{AITER: "1", SPARSE: "1", SIZE: "134217728"})
+    announced = {AITER: "1", SPARSE: "1", SIZE: "134217728"}
+    switches, refused = found(deploy(tensor_parallel_size=8), **announced)
     assert not refused
     assert (switches.use_aiter, switches.aiter_triton_sparse_mla) == (True, True)
     assert switches.custom_ar_max_size == 128 << 20
@@ -50,6 +53,7 @@ def test_keys_mean_what_variables_mean(deploy: Deploy) -> None:
         "aiter_triton_sparse_mla": True,
         "custom_ar_max_size": 134217728,
     }
+    deploy = partial(deploy, tensor_parallel_size=8)
     by_key, refused = found(deploy(additional_config={"rocm": own}))
     assert not refused
     by_variable, _ = found(deploy(), **{AITER: "true", SPARSE: "1", SIZE: "134217728"})
@@ -82,28 +86,103 @@ def test_wrong_values_and_contradictions(
 
 def test_the_bounds_of_the_all_reduce(deploy: Deploy) -> None:
     for text, size in (("0", 0), (str(AR_POOL), AR_POOL)):
-        switches, refused = found(deploy(), **{SIZE: text})
+        switches, refused = found(deploy(tensor_parallel_size=2), **{AITER: "1", SIZE: text})
         assert not refused
         assert switches.custom_ar_max_size == size
+
+
+KEY_SIZE = "--additional-config rocm.custom_ar_max_size"
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "subject", "told"),
+    [
+        ({"tensor_parallel_size": 8}, {SIZE: "4096"}, SIZE, "without AITER torch sums"),
+        ({}, {AITER: "1", SIZE: "4096"}, SIZE, "one rank sums with no other"),
+        ({"tensor_parallel_size": 3}, {AITER: "1", SIZE: "4096"}, SIZE, "2, 4, 6, 8 ranks, not"),
+        ({"tensor_parallel_size": 8, "nnodes": 2}, {AITER: "1", SIZE: "1"}, SIZE, "not of 2"),
+        (
+            {"additional_config": {"rocm": {"custom_ar_max_size": 4096}}},
+            {AITER: "1"},
+            KEY_SIZE,
+            "one rank",
+        ),
+    ],
+)
+def test_a_size_that_bounds_nothing_is_refused(
+    deploy: Deploy, changes: dict[str, Any], environment: dict[str, str], subject: str, told: str
+) -> None:
+    _, refused = found(deploy(**changes), **environment)
+    assert set(refused) == {subject}
+    assert told in refused[subject]
+    # That there is no such all-reduce is so, whoever sums; what nobody states is refused nowhere.
+    without = {name: value for name, value in environment.items() if name != SIZE}
+    for size in ({}, {SIZE: "0"}) if subject == SIZE else ():
+        assert not found(deploy(**changes), **without, **size)[1]
+
+
+@pytest.mark.parametrize("kind", ["FP8 from 256 rows", "never"])
+def test_a_contrary_bound_of_the_librarys_is_refused(deploy: Deploy, kind: str) -> None:
+    """It would be overwritten where a8w4 experts are AITER's, as they have to be FP8 always."""
+    stated = {"FP8 from 256 rows": "256", "never": "1048576"}[kind]
+    a8w4 = deploy(additional_config={"fp8_moe_requant": "mxfp4", "fp8_moe_requant_act": "a8w4"})
+    _, refused = found(a8w4, **{AITER: "1", MOE_BOUND: stated})
+    assert set(refused) == {MOE_BOUND}
+    assert f"it says '{stated}'" in refused[MOE_BOUND]
+    assert "works: 0, or leave it out" in refused[MOE_BOUND]
+    for other, environment in (
+        (a8w4, {AITER: "1", MOE_BOUND: "0"}),
+        (a8w4, {AITER: "1"}),
+        (a8w4, {MOE_BOUND: stated}),
+        (deploy(), {AITER: "1", MOE_BOUND: stated}),
+    ):
+        assert not found(other, **environment)[1]
+
+
+ANYWAY = "our Triton kernel attends anyway, so it would change nothing"
 
 
 @pytest.mark.parametrize(
     ("changes", "environment", "told"),
     [
-        ({}, {SPARSE: "1"}, "VLLM_ROCM_USE_AITER=1"),
-        ({"device": replace(REFERENCE, arch="gfx942")}, {SPARSE: "1", AITER: "1"}, "gfx942"),
-        ({"dtype": "float32"}, {SPARSE: "1", AITER: "1"}, "not float32"),
-        ({"kv_layout": "fp32"}, {SPARSE: "1", AITER: "1"}, "not of fp32"),
-        ({"decode_context_parallel_size": 8}, {SPARSE: "1", AITER: "1"}, "8 ranks"),
-        ({"prefill_context_parallel_size": 2}, {SPARSE: "1", AITER: "1"}, "2 ranks"),
+        ({}, {SPARSE: "1"}, f"without AITER {ANYWAY} (works: VLLM_ROCM_USE_AITER=1,"),
+        ({"dtype": "float32"}, {SPARSE: "1", AITER: "1"}, f"bfloat16, not float32: {ANYWAY}"),
+        ({"kv_layout": "fp32"}, {SPARSE: "1", AITER: "1"}, f"e4m3, not of fp32: {ANYWAY}"),
+        (
+            {"device": replace(REFERENCE, arch="gfx942"), "kv_layout": "e4m3fnuz"},
+            {SPARSE: "1", AITER: "1"},
+            "published for gfx950; this device is gfx942",
+        ),
+        (
+            {"decode_context_parallel_size": 8},
+            {SPARSE: "1", AITER: "1"},
+            "no context parallelism, and --decode-context-parallel-size is 8",
+        ),
+        (
+            {"prefill_context_parallel_size": 2},
+            {SPARSE: "1", AITER: "1"},
+            "no context parallelism, and --prefill-context-parallel-size is 2",
+        ),
     ],
 )
-def test_sparse_mla_of_aiter_needs_its_deployment(
+def test_our_sparse_mla_in_aiters_place_needs_its_deployment(
     deploy: Deploy, changes: dict[str, Any], environment: dict[str, str], told: str
 ) -> None:
     _, refused = found(deploy(**changes), **environment)
     assert set(refused) == {SPARSE}
     assert told in refused[SPARSE]
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "float32"}, {"kv_layout": "fp32"}])
+def test_what_sparse_mla_is_refused_for_is_so(deploy: Deploy, changes: dict[str, Any]) -> None:
+    """Without the switch our kernel attends there; where it isn't refused, AITER's would."""
+    whole = deploy(**changes)
+    for use in (False, True):
+        switches = Switches(use_aiter=use)
+        (aiters,) = (peer for peer in peers("sparse_mla") if peer.name == "AITER MLA")
+        serves = not aiters.reasons(whole.model.layers[0], whole, switches, lambda names: ())
+        environment = {SPARSE: "1"} | ({AITER: "1"} if use else {})
+        assert serves == (not found(whole, **environment)[1])
 
 
 def test_open_names_every_switch_at_fault(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ml4core_conformance.oracle import numbers
-from ml4core_conformance.oracle.activations import quantize_activation
 from ml4core_conformance.oracle.products import silu
 from ml4core_conformance.oracle.quantize import mxfp4_exponents
 
@@ -38,13 +37,9 @@ def fused_moe(arch: str, given: dict[str, Any]) -> Tensor:
     for name in ("w1", "w2"):
         need(getattr(given[name], "is_shuffled", False), f"{name} doesn't say that it is shuffled")
     quant, gated = given["quant_type"], given["gate_mode"] == "interleave"
-    if quant is QuantType.per_1x32:
-        act = _act(arch, rows, gated)
-        w13, w2 = _mxfp4(given, hidden, gated)
-    else:
-        need(quant is QuantType.per_128x128 and not gated, f"{quant}, {given['gate_mode']}")
-        act = "fp8_block"
-        w13, w2 = _fp8(given, hidden)
+    need(quant is QuantType.per_1x32, f"{quant}: this fake has MXFP4 alone")
+    act = _act(arch, rows, gated)
+    w13, w2 = _mxfp4(given, hidden, gated)
     mask = given["expert_mask"]
     if mask is not None:
         need(act != "mxfp4", "a4w4 takes no expert_mask")
@@ -76,8 +71,6 @@ def _act(arch: str, rows: int, gated: bool) -> str:
 
 
 def _quantized(x: Tensor, act: str) -> Tensor:
-    if act == "fp8_block":
-        return quantize_activation(x, act).value
     if act == "bf16":
         return x.to(torch.bfloat16).double()
     groups = x.numpy().reshape(*x.shape[:-1], -1, 32)
@@ -118,21 +111,6 @@ def _mxfp4(given: dict[str, Any], hidden: int, gated: bool) -> tuple[Tensor, Ten
         values = numbers.e2m1_decode(numbers.unpack_nibbles(flat[place]))
         units = numbers.e8m0_decode(flat_scale[scale_place]).astype(np.float64)
         found.append(torch.from_numpy(values * np.repeat(units, 32, axis=-1)))
-    return found[0], found[1]
-
-
-def _fp8(given: dict[str, Any], hidden: int) -> tuple[Tensor, Tensor]:
-    fp8 = torch.float8_e4m3fn
-    experts, rows, _ = array("w1", given["w1"], fp8, (None, None, hidden)).shape
-    array("w2", given["w2"], fp8, (experts, hidden, rows // 2))
-    found = []
-    for name, n, k in (("w1", rows, hidden), ("w2", hidden, rows // 2)):
-        scale = floats(f"{name}_scale", given[f"{name}_scale"], experts, -(-n // 128), -(-k // 128))
-        flat = given[name].view(torch.uint8).reshape(-1)
-        at = np.meshgrid(np.arange(experts), np.arange(n), np.arange(k), indexing="ij")
-        codes = flat[torch.from_numpy(_tiled(*at, n, k))].view(fp8).double()
-        spread = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
-        found.append(codes * spread[:, :n, :k])
     return found[0], found[1]
 
 

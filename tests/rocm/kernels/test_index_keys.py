@@ -130,6 +130,19 @@ def test_gathered_keys_are_the_pages_tokens(device: torch.device, layout: str) -
     assert torch.equal(found, want[places])
 
 
+@pytest.mark.parametrize("heads", [3, 32])
+def test_queries_become_codes_and_their_scales_weights(device: torch.device, heads: int) -> None:
+    from ml4core_rocm.kernels.index_queries import index_queries
+
+    draw = torch.Generator().manual_seed(heads)
+    q = torch.randn(5, heads, 128, generator=draw) * 10.0 ** torch.arange(-3, 2).view(5, 1, 1)
+    weights = torch.randn(5, heads, generator=draw)
+    codes, found = index_queries(q.to(device), weights.to(device), 0.25)
+    want, scales = kv_rows.quantize_index(q, "e4m3fn")
+    assert torch.equal(codes.cpu(), want)
+    assert torch.equal(found.cpu(), weights * 0.25 * scales)
+
+
 def test_pages_that_are_not_there_gather_zeros(device: torch.device) -> None:
     from ml4core_rocm.kernels.gather_index_keys import gather_index_keys
 

@@ -116,3 +116,41 @@ def test_scales_in_the_units_are_scales_before_them(
     assert float((found.double() - want).norm() / want.norm()) < 1e-6
     plain = x.double() @ mxfp4.dequantize(data, scale).double().T
     assert float((found.double() - plain).norm() / plain.norm()) > 0.01
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+@pytest.mark.parametrize("act", ["mxfp4", "mxfp8"])
+def test_experts_with_scales_in_the_units(device: torch.device, act: str, arch: str) -> None:
+    """a4w4 and a8w4, both products: inputs are quantised, and so is what lies between."""
+    from ml4core_rocm.kernels.activations import group_values
+    from ml4core_rocm.kernels.moe_experts import moe_experts
+    from ml4core_rocm.kernels.target import ahead
+
+    random = torch.Generator().manual_seed(4)
+
+    def matrix(*shape: int) -> tuple[Weight, torch.Tensor]:
+        data, scale = mxfp4.quantize(torch.randn(shape, generator=random))
+        parts = {"data": data.to(device), "scale": scale.to(device)}
+        return Weight("mxfp4", shape, parts), mxfp4.dequantize(data, scale).double()
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        return group_values(values.float().to(device), act).cpu().double()
+
+    (w13, first), (w2, second) = matrix(3, 2 * 96, 160), matrix(3, 160, 96)
+    x = torch.randn(5, 160, generator=random)
+    ids = torch.tensor([[0, 2], [2, 1], [1, 0], [0, 1], [2, 0]])
+    weights = torch.rand(5, 2, generator=random)
+    with ahead(arch):
+        given = (x.to(device), w13, w2, weights.to(device), ids.to(device))
+        found = moe_experts(*given, act=act).cpu().double()
+
+    def experts(quantise: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        both = torch.einsum("th,tkih->tki", quantise(x), first[ids])
+        gate, up = both.split(96, dim=-1)
+        inner = quantise((torch.nn.functional.silu(gate) * up).flatten(0, 1)).view(5, 2, 96)
+        return torch.einsum("tki,tkhi,tk->th", inner, second[ids], weights.double())
+
+    want, plain = experts(rounded), experts(torch.Tensor.double)
+    # Few sums, in fp32 here and fp64 there, stand on either side of a tie.
+    assert float((found - want).norm() / want.norm()) < 2e-3
+    assert float((found - plain).norm() / plain.norm()) > 0.01

@@ -20,15 +20,13 @@ from torch import Tensor
 from ml4core.api import Weight
 from ml4core_rocm import shuffles
 from ml4core_rocm.aiter_functions import load
+from ml4core_rocm.switches import MOE_BOUND
 
-Mode = Literal["a4w4", "a8w4", "fp8_block"]
-MODES: tuple[Mode, ...] = ("a4w4", "a8w4", "fp8_block")
-
-BOUND = "AITER_BF16_FP8_MOE_BOUND"
-"""The library's own switch; it reads it on each call."""
+Mode = Literal["a4w4", "a8w4"]
+MODES: tuple[Mode, ...] = ("a4w4", "a8w4")
 
 _UNIT = 256
-"""What the library rounds the width of MXFP4 experts up to."""
+"""What the library rounds the widths of experts up to."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,7 @@ class Experts:
     """A rank's experts in the order of one mode.
 
     Attributes:
-        w13, w13_scale, w2, w2_scale: shuffled; MXFP4 as float4_e2m1fn_x2 with float8_e8m0fnu
-            scales, FP8 as float8_e4m3fn with fp32 scales.
+        w13, w13_scale, w2, w2_scale: shuffled; float4_e2m1fn_x2 with float8_e8m0fnu scales.
         count, width, hidden: E, I and H.
     """
 
@@ -52,40 +49,31 @@ class Experts:
 
 
 def arrange(w13: Weight, w2: Weight, mode: Mode) -> Experts:
-    """Experts [E, 2I, H] and [E, H, I] in the order of ``mode``. ``ValueError`` for another format
-    than the mode's, and for widths that its tiles don't divide.
+    """Experts [E, 2I, H] and [E, H, I] in MXFP4 in the order of ``mode``. ``ValueError`` for
+    another format, and for widths that the library's tiles don't divide.
     """
     if mode not in MODES:
         raise ValueError(f"experts are arranged for {', '.join(MODES)}, not for {mode!r}")
-    wanted = "fp8_block" if mode == "fp8_block" else "mxfp4"
-    if (w13.format, w2.format) != (wanted, wanted):
-        raise ValueError(f"{mode} takes experts in {wanted}, not {w13.format} and {w2.format}")
+    if (w13.format, w2.format) != ("mxfp4", "mxfp4"):
+        raise ValueError(f"{mode} takes experts in mxfp4, not {w13.format} and {w2.format}")
     count, hidden, width = w2.shape
-    unit = 128 if mode == "fp8_block" else _UNIT
-    if hidden % unit or width % unit:
+    if hidden % _UNIT or width % _UNIT:
         raise ValueError(
-            f"AITER's {mode} experts take multiples of {unit}; these are {hidden} and {width} "
+            f"AITER's {mode} experts take multiples of {_UNIT}; these are {hidden} and {width} "
             "wide a rank: another --tensor-parallel-size, or experts of our own"
         )
-    if mode == "fp8_block":
-        fp8 = torch.float8_e4m3fn
-        parts: tuple[Tensor, Tensor, Tensor, Tensor] = (
-            shuffles.tiled(w13.data).view(fp8), w13.parts["scale"].contiguous(),
-            shuffles.tiled(w2.data).view(fp8), w2.parts["scale"].contiguous(),
-        )  # fmt: skip
+    flat = [weight.parts["scale"].flatten(0, 1) for weight in (w13, w2)]
+    if mode == "a4w4":
+        data = (shuffles.tiled(w13.data), shuffles.tiled(w2.data))
+        scales = [shuffles.tiled_scales(scale) for scale in flat]
     else:
-        flat = [weight.parts["scale"].flatten(0, 1) for weight in (w13, w2)]
-        if mode == "a4w4":
-            data = (shuffles.tiled(w13.data), shuffles.tiled(w2.data))
-            scales = [shuffles.tiled_scales(scale) for scale in flat]
-        else:
-            data = (shuffles.tiled_gated(w13.data), shuffles.tiled_wide(w2.data))
-            scales = [
-                shuffles.tiled_scales_gated(flat[0], count),
-                shuffles.tiled_scales_wide(flat[1], count),
-            ]
-        fp4, e8m0 = torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
-        parts = (data[0].view(fp4), scales[0].view(e8m0), data[1].view(fp4), scales[1].view(e8m0))
+        data = (shuffles.tiled_gated(w13.data), shuffles.tiled_wide(w2.data))
+        scales = [
+            shuffles.tiled_scales_gated(flat[0], count),
+            shuffles.tiled_scales_wide(flat[1], count),
+        ]
+    fp4, e8m0 = torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
+    parts = (data[0].view(fp4), scales[0].view(e8m0), data[1].view(fp4), scales[1].view(e8m0))
     return Experts(mode, *parts, count, width, hidden)
 
 
@@ -107,10 +95,9 @@ def fused(
     shared = total > experts.count
     if shared and experts.mode == "a4w4":
         raise ValueError("AITER's a4w4 experts take no mask: expert parallelism needs a8w4")
-    if experts.mode == "a8w4" and os.environ.get(BOUND) != "0":
-        raise RuntimeError(f"a8w4 wants {BOUND}=0 in the environment of the process")
+    if experts.mode == "a8w4" and os.environ.get(MOE_BOUND) != "0":
+        raise RuntimeError(f"a8w4 wants {MOE_BOUND}=0 in the environment of the process")
     aiter: Any = import_module("aiter")
-    quant = "per_128x128" if experts.mode == "fp8_block" else "per_1x32"
     for part in (experts.w13, experts.w2):
         part.is_shuffled = True  # type: ignore[attr-defined]  # views and moves lose it
     mask = None
@@ -126,13 +113,8 @@ def fused(
     out: Tensor = load("fused_moe")(
         x.contiguous(), experts.w13, experts.w2, weights.contiguous(), ids.contiguous(),
         expert_mask=mask, activation=aiter.ActivationType.Silu,
-        quant_type=getattr(aiter.QuantType, quant), w1_scale=experts.w13_scale,
+        quant_type=aiter.QuantType.per_1x32, w1_scale=experts.w13_scale,
         w2_scale=experts.w2_scale,
         gate_mode="interleave" if experts.mode == "a8w4" else "separated",
     )  # fmt: skip
     return out
-
-
-def environment(mode: Mode) -> dict[str, str]:
-    """What has to stand in the environment before the library is imported."""
-    return {BOUND: "0"} if mode == "a8w4" else {}

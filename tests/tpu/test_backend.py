@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from ml4core.api import Deployment, Device, KVCache, ModelSpec, Refused
-from ml4core_tpu import aot_cases, libraries, ml4core_refusals, runtimes
+from ml4core.api import Deployment, Device, KVCache, ModelSpec, Refusal, Refused
+from ml4core_tpu import aot_cases, backend, libraries, ml4core_refusals, runtimes
 from ml4core_tpu.backend import TpuBackend
 from ml4core_tpu.capabilities import capabilities, smallest_page
 from ml4core_tpu.compilation import compilation_refusals
@@ -68,6 +68,43 @@ def test_a_runtime_that_can_not_serve_says_why(deployment: Deployment, runtime: 
         assert "works: jax, torch_xla, torch_tpu" in text
     elif find_spec(runtime) is None:
         assert f"{runtime} is not installed" in text
+
+
+def test_without_jax_and_a_chip_the_chip_is_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One reason, which says what would do without one; libraries are no others beside it."""
+    no_chip = Refusal("tpu", "chip", "no TPU on the PCI bus", "a TPU host")
+    absent = Refusal("tpu", "runtime", "JAX can't be used", libraries.INSTALL)
+    monkeypatch.setattr(backend, "find_chips", lambda: ((), (no_chip,)))
+    monkeypatch.setattr(backend, "find_runtime", lambda: ("", (absent,)))
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    monkeypatch.setattr(libraries, "find_spec", lambda name: None)
+    (reason,) = TpuBackend().probe().refusals
+    assert (reason.subject, reason.reason) == (no_chip.subject, no_chip.reason)
+    assert reason.remedy.startswith("a TPU host; or --additional-config")
+    assert reason.remedy.endswith('pip install "ml4core-tpu[jax]"')
+    monkeypatch.setattr(backend, "find_spec", lambda name: object())  # it is there, and broken
+    assert TpuBackend().probe().refusals == (no_chip, absent)
+    monkeypatch.setattr(backend, "find_chips", lambda: ((Chip(0, "tpu7x"),), ()))
+    found = [one.subject for one in TpuBackend().probe().refusals]
+    assert found == ["chip 0", "runtime", "libtpu"]
+
+
+def test_what_is_missing_is_installed_as_the_package_pins_it(
+    monkeypatch: pytest.MonkeyPatch, deployment: Deployment
+) -> None:
+    """torch-xla by an environment of its own: beside core's torch it can't be loaded."""
+    monkeypatch.setattr(runtimes, "find_spec", lambda name: None)
+    remedies = {}
+    for runtime in ("jax", "torch_xla"):
+        asked = {"device": "interpreted", "tpu": {"runtime": runtime}}
+        (refusal,) = runtimes.runtime_refusals(replace(deployment, additional_config=asked))
+        remedies[runtime] = refusal.remedy
+        assert refusal.remedy in runtime_reasons()[runtime]
+    assert remedies["jax"] == 'pip install "ml4core-tpu[jax]"'
+    assert "tools.torch_xla.environment" in remedies["torch_xla"]
+    assert "pip install" not in remedies["torch_xla"]
 
 
 def test_torch_xla_is_bound_to_a_torch(

@@ -27,8 +27,8 @@ ARGS = EngineArgs(
     dtype="bfloat16",
     kv_cache_dtype="fp8_e4m3",
 )
-MISSING = {"chip", "device", "libtpu", "runtime"}
-"""Subjects of what isn't on this machine: chips, and what may not be installed."""
+MISSING = {"chip", "device"}
+"""Subjects of what isn't on this machine, whatever is installed."""
 
 
 def own(launch: Launch) -> set[str]:
@@ -45,6 +45,18 @@ def test_nothing_is_missing_but_the_hardware(host: int) -> None:
     assert launch.deployment is not None
     assert launch.deployment.max_model_len == 1 << 20
     assert not {one.subject for one in launch.refusals if one.source != "tpu"}
+
+
+def test_a_dry_run_tells_memory_and_programs_of_a_device() -> None:
+    launch = judge(replace(ARGS, data_parallel_start_rank=0), {})
+    assert launch.plan is not None
+    assert launch.plan.options.memory == int(94.75 * 2**30)
+    assert launch.plan.fits, launch.plan.shortfall
+    assert launch.programs is not None
+    # The last holds a chunk of a prompt of one host beside the decodes of another.
+    assert list(launch.programs["tokens"])[:10] == [16 << power for power in range(10)]
+    assert len(launch.programs["tokens"]) == 11
+    assert list(launch.programs["page_table"]) == [128, 1024]
 
 
 def call(*words: str) -> tuple[int, str]:

@@ -28,6 +28,7 @@ def all_cases() -> Iterator[Case]:
         yield _scores(rows, rows, 1)
         yield _topk(rows)
         yield _product(rows)
+        yield _experts(rows, "fp8")
         yield _experts(rows, "nvfp4")
     yield _sparse(16, LATENT)
     yield _scores(64, 16, 4)
@@ -171,13 +172,17 @@ def _product(rows: int) -> Case:
 
 
 def _experts(rows: int, format: str) -> Case:
+    """Of the whole slice's rows, in which a device's experts have their share of the choices."""
+    from ml4core_tpu.kernels import moe
     from ml4core_tpu.kernels.fp4_experts import MXFP4, NVFP4
-    from ml4core_tpu.kernels.moe import fp4_moe
 
-    fp4 = NVFP4 if format == "nvfp4" else MXFP4
-    experts = EXPERTS // DEVICES
+    experts, topk = EXPERTS // DEVICES, 4
+    fp4 = {"nvfp4": NVFP4, "mxfp4": MXFP4}.get(format)
 
-    def stack(columns: int, width: int) -> tuple[Any, Any, Any]:
+    def stack(columns: int, width: int) -> tuple[Any, ...]:
+        if fp4 is None:
+            scale = array((experts, columns // 128, width // 128), "float32")
+            return array((experts, columns, width), "uint8"), scale
         return (
             array((experts, width // 2, columns), "uint8"),
             array((experts, width // fp4.group, columns), "uint8"),
@@ -186,20 +191,23 @@ def _experts(rows: int, format: str) -> Case:
 
     w13, w2 = stack(2 * EXPERT_WIDTH, HIDDEN), stack(HIDDEN, EXPERT_WIDTH)
     held = sum(part.size * part.dtype.itemsize for part in (*w13, *w2))
+    # Experts that some row chooses, on average.
+    touched = 1 - (1 - topk / EXPERTS) ** rows
+    options = {"target": "tpu", "total": EXPERTS} | ({} if fp4 is None else {"fp4": fp4})
     return Case(
-        f"fp4_experts/{rows} rows/{format}",
-        fp4_moe,
+        f"fp8_experts/{rows} rows" if fp4 is None else f"fp4_experts/{rows} rows/{format}",
+        moe.fp8_moe if fp4 is None else moe.fp4_moe,
         (
             array((rows, HIDDEN), "bfloat16"),
             w13,
             w2,
-            array((rows, 4), "float32"),
-            array((rows, 4), "int32"),
+            array((rows, topk), "float32"),
+            array((rows, topk), "int32"),
             array((), "int32"),
         ),
-        {"fp4": fp4, "target": "tpu"},
-        held + rows * HIDDEN * 4,
-        2 * rows * 4 * 3 * HIDDEN * EXPERT_WIDTH // DEVICES,  # of its share of the choices
+        options,
+        int(held * touched) + rows * HIDDEN * 4,
+        2 * rows * topk * 3 * HIDDEN * EXPERT_WIDTH // DEVICES,
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 
 from ml4core.api import (
     Capabilities,
@@ -17,16 +19,18 @@ from ml4core.api import (
     undeclared,
     unknown_switches,
 )
+from ml4core_tpu.buckets import buckets_of
 from ml4core_tpu.capabilities import SERVED, capabilities
 from ml4core_tpu.compilation import compilation_refusals
 from ml4core_tpu.driver import Chip, find_chips
 from ml4core_tpu.layouts import layouts_for
-from ml4core_tpu.libraries import find_libtpu, find_optional, find_runtime
+from ml4core_tpu.libraries import INSTALL, find_libtpu, find_optional, find_runtime
 from ml4core_tpu.release import release
 from ml4core_tpu.runtimes import SWITCHES, runtime_of, runtime_reasons, runtime_refusals
 
-_HBM_BYTES = 96 << 30
-"""Of one of the two devices that a tpu7x chip is."""
+_HBM_BYTES = int(94.75 * 2**30)
+"""What the compiler has of one of the two devices that a tpu7x chip is."""
+_INTERPRETED = '--additional-config \'{"device": "interpreted"}\''
 
 
 class TpuBackend:
@@ -43,6 +47,12 @@ class TpuBackend:
         chips, driver_faults = find_chips()
         jax, runtime_faults = find_runtime()
         libtpu, libtpu_faults = find_libtpu(chips)
+        if not chips:
+            # What is missing is the hardware. Libraries that would serve it are no other reason.
+            libtpu_faults = ()
+            if find_spec("jax") is None:
+                runtime_faults = ()
+                driver_faults = tuple(map(_or_interpreted, driver_faults))
         found = (jax, libtpu, *find_optional())
         details = {"libraries": ", ".join(one for one in found if one), "ml4core-tpu": release()}
         details |= {f"runtime {name}": text for name, text in runtime_reasons().items()}
@@ -63,6 +73,14 @@ class TpuBackend:
 
     def capabilities(self, device: Device) -> Capabilities:
         return capabilities(device)
+
+    def programs_for(self, deployment: Deployment) -> Mapping[str, Sequence[int]]:
+        """Of each device alike, as every tensor rank runs all rows of its replica: rows of a
+        layer's program, rows of logits, and the tables' requests and pages.
+        """
+        found = buckets_of(deployment)
+        tables = (found.most_requests, found.pages)
+        return {"tokens": found.tokens, "requests": found.requests, "page_table": tables}
 
     def layouts_for(self, model: ModelSpec) -> Mapping[str, KVLayout]:
         """The private layouts of a session of this model, for plans."""
@@ -89,7 +107,8 @@ def _device_refusals(device: Device) -> tuple[Refusal, ...]:
         return find_runtime()[1]
     if device.kind == "real" and device.arch in SERVED:
         chips, faults = find_chips()
-        return (*faults, *(_no_steps(chip) for chip in chips), *find_libtpu(chips)[1])
+        libtpu_faults = find_libtpu(chips)[1] if chips else ()
+        return (*faults, *(_no_steps(chip) for chip in chips), *libtpu_faults)
     reason = f"{device.name} is a {device.kind} device of architecture {device.arch!r}"
     remedy = f"a chip of {', '.join(sorted(SERVED))}; or a device of kind interpreted"
     return (Refusal("tpu", "device", reason, remedy),)
@@ -101,9 +120,14 @@ def _too_far(chip: Chip) -> Refusal:
     return Refusal("tpu", f"chip {chip.index}", reason, f"a chip of {served}")
 
 
+def _or_interpreted(fault: Refusal) -> Refusal:
+    """That there is no chip, where there is no JAX either."""
+    remedy = f"{fault.remedy}; or {_INTERPRETED}, which runs on the host, after {INSTALL}"
+    return replace(fault, remedy=remedy)
+
+
 def _no_steps(chip: Chip) -> Refusal:
     reason = (
         f"{release()} of ml4core-tpu compiles kernels for it ahead of time, and runs no step there"
     )
-    remedy = '--additional-config \'{"device": "interpreted"}\', which runs on the host'
-    return Refusal("tpu", f"chip {chip.index}", reason, remedy)
+    return Refusal("tpu", f"chip {chip.index}", reason, f"{_INTERPRETED}, which runs on the host")

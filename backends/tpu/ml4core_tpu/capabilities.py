@@ -65,7 +65,7 @@ def refusals(deployment: Deployment, capabilities: Capabilities) -> tuple[Refusa
         reason = f"a page of {size} tokens cuts a tile, which holds the rope parts of {TOGETHER}"
         found.append(Refusal("tpu", f"kv:{kv}", reason, f"--block-size {TOGETHER}, or a multiple"))
     index = deployment.index_layout
-    if index in ("lane33_ue8m0", LANE33) and size % LANES:
+    if index == LANE33 and size % LANES:
         reason = f"a page of {size} tokens does not fill the {LANES} lanes"
         found.append(
             Refusal("tpu", f"index:{index}", reason, f"--block-size {LANES}, or a multiple")

@@ -27,6 +27,15 @@ def main() -> None:
     """The TPU backend."""
 
 
+def _regex(text: str) -> str:
+    """``text``, if it can be searched for."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise typer.BadParameter(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
 @app.command()
 def aot(
     topology: Annotated[
@@ -37,7 +46,10 @@ def aot(
         ),
     ] = None,
     keyword: Annotated[
-        str, typer.Option("-k", metavar="REGEX", help="Only cases whose name has this.")
+        str,
+        typer.Option(
+            "-k", metavar="REGEX", callback=_regex, help="Only cases whose name has this."
+        ),
     ] = "",
     model: Annotated[
         bool,
@@ -108,6 +120,12 @@ def _slice(topology: str, keyword: str, model: bool) -> tuple[int, int]:
         devices = devices_of(topology)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--topology") from None
+    if model and len(devices) % TENSOR:
+        raise typer.BadParameter(
+            f"--model cuts layers over {TENSOR} tensor ranks, and {topology} has {len(devices)} "
+            f"devices; works: a slice of {TENSOR} devices, or a multiple, as tpu7x:2x2x1",
+            param_hint="--topology",
+        )
     typer.echo(f"{topology}: {len(devices)} devices of {devices[0].device_kind}")
     typer.echo(
         f"{'case':38} {'seconds':>7} {'args MiB':>9} {'temp MiB':>9} {'alias MiB':>9} "

@@ -60,7 +60,8 @@ class BucketExecutor:
             if self._cold:
                 self._warm_up(weights, plan, kv)
                 self._cold = False
-            return step(weights, plan, kv)
+            with self._programs.step():
+                return step(weights, plan, kv)
 
         return run
 

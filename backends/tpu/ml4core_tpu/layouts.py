@@ -5,11 +5,9 @@ deep, which is what a copy can move from anywhere in a page.
         latent  uint8 [pages, page, 512]: a token is one tile [4, 128] of E4M3
         rope    uint8 [pages, page, 128]: 64 E4M3, 64 zeros; four tokens are one tile
     x-ml4core-tpu/tiles_nope    512 B: the same without rope, for layers that have none
-    x-ml4core-tpu/lane33_ue8m0  132 B
-        keys    uint8 [pages, 132, page]: byte i of every token, then byte i + 1, which is
-                [33, 4, page] in tiles. 128 E4M3, the E8M0 scale, 3 zeros
 
-Values of latent and rope are the number over the cache's one scale.
+Values of latent and rope are the number over the cache's one scale. Index keys lie in the open
+layout lane33_ue8m0, whose bytes uint8 [pages, 132, page] are [33, 4, page] in tiles.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from ml4core.api import KVField, KVLayout, KVPart
-from ml4core.api.known_layouts import PER_TENSOR
+from ml4core.api.known_layouts import PER_TENSOR, index_layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,15 +27,13 @@ if TYPE_CHECKING:
 
 TILES = "x-ml4core-tpu/tiles_e4m3"
 TILES_NOPE = "x-ml4core-tpu/tiles_nope"
-LANE33 = "x-ml4core-tpu/lane33_ue8m0"
+LANE33 = "lane33_ue8m0"
 
 LANES = 128
 TOGETHER = 4
 """Tokens whose rope parts share a tile."""
 LATENT, ROPE = 512, 64
 """Published widths, for deployments without a model."""
-_INDEX_BYTES = 132
-_SCALE = 128  # place of the scale's byte in an index key
 
 Codec = Callable[["Tensor", "Tensor | None"], "tuple[Tensor, ...]"]
 
@@ -97,46 +93,9 @@ def tiles_layout(latent: int = 512, rope: int = 64) -> KVLayout:
     return layout
 
 
-@cache
 def lane33_layout() -> KVLayout:
     """Index keys of 128 values along the lanes. Each call gives the same object."""
-
-    def encode(rows: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
-        from ml4core.formats import e8m0, kv_rows
-
-        _check_width(rows, _SCALE)
-        code, factor = kv_rows.quantize_index(rows, "e4m3fn")
-        token = code.new_zeros(*code.shape[:-1], _INDEX_BYTES)
-        token[..., :_SCALE] = code
-        token[..., _SCALE] = e8m0.encode(factor)
-        return (token,)
-
-    def decode(tokens: tuple[Tensor, ...], scale: Tensor | None) -> Tensor:
-        from ml4core.formats import e8m0, kv_rows
-
-        factor = e8m0.decode(tokens[0][..., _SCALE])
-        return kv_rows.dequantize_index(tokens[0][..., :_SCALE], factor, "e4m3fn")
-
-    def pack(rows: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
-        (tokens,) = encode(rows, scale)
-        return (tokens.transpose(1, 2).contiguous(),)
-
-    def unpack(arrays: tuple[Tensor, ...], scale: Tensor | None) -> Tensor:
-        return decode((arrays[0].transpose(1, 2).contiguous(),), scale)
-
-    return KVLayout(
-        LANE33,
-        "index",
-        _SCALE,
-        (KVPart("keys", "uint8", _INDEX_BYTES, "lanes"),),
-        (KVField("key", 0, "e4m3fn", 0, _SCALE), KVField("scale", 0, "ue8m0", _SCALE, 1)),
-        pack,
-        unpack,
-        fp8="e4m3fn",
-        scale_rule="2**ceil(log2(max(amax, 1e-4) / 448)) of a key",
-        encode=encode,
-        decode=decode,
-    )
+    return index_layout(LANE33)
 
 
 def fits_tiles(latent: int, rope: int) -> bool:
@@ -152,12 +111,13 @@ def widths_of(model: ModelSpec | None) -> tuple[int, int]:
 
 
 def layouts_for(model: ModelSpec | None) -> Mapping[str, KVLayout]:
-    """The layouts by id at the model's widths; none of latents that no tile holds."""
+    """The private layouts by id at the model's widths; none of latents that no tile holds."""
     latent, rope = widths_of(model)
-    found = {LANE33: lane33_layout()}
-    if fits_tiles(latent, rope):
-        found |= {TILES: tiles_layout(latent, rope or ROPE), TILES_NOPE: tiles_layout(latent, 0)}
-    return MappingProxyType(found)
+    if not fits_tiles(latent, rope):
+        return MappingProxyType({})
+    return MappingProxyType(
+        {TILES: tiles_layout(latent, rope or ROPE), TILES_NOPE: tiles_layout(latent, 0)}
+    )
 
 
 def layer_bytes(layer: LayerSpec, page: Literal["latent", "index"]) -> int:

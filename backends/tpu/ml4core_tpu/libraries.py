@@ -14,6 +14,8 @@ from types import MappingProxyType
 from ml4core.api import Refusal
 from ml4core_tpu.driver import Chip
 
+INSTALL = 'pip install "ml4core-tpu[jax]"'
+"""What brings JAX and the libtpu that it is paired with."""
 _OPTIONAL = {"torch_xla": "torch-xla", "torch_tpu": "torch-tpu"}
 """Module -> distribution. Runtimes beside JAX. They are looked up, not imported: with a chip at
 hand their import asks the metadata server."""
@@ -42,14 +44,13 @@ def find_runtime() -> tuple[str, tuple[Refusal, ...]]:
         reason = f"JAX can't be used: {type(error).__name__}: {error}"
         if not others:
             reason += "; there is no torch_xla and no torch_tpu either"
-        return "", (Refusal("tpu", "runtime", reason, 'pip install "jax[tpu]"'),)
+        return "", (Refusal("tpu", "runtime", reason, INSTALL),)
 
 
 def find_libtpu(chips: tuple[Chip, ...]) -> tuple[str, tuple[Refusal, ...]]:
     """The version of libtpu ("" if there is none), and what is wrong with it for these chips."""
-    remedy = 'pip install "jax[tpu]"'
     if find_spec("libtpu") is None:
-        return "", (Refusal("tpu", "libtpu", "it is not installed", remedy),)
+        return "", (Refusal("tpu", "libtpu", "it is not installed", INSTALL),)
     try:
         found = version("libtpu")
     except PackageNotFoundError:

@@ -58,7 +58,7 @@ def _unmapped(deployment: Deployment) -> Iterator[Refusal]:
 
 
 def _undivided(deployment: Deployment) -> Iterator[Refusal]:
-    """Sizes of the model that don't divide. Blocks with one scale are core's to judge."""
+    """Sizes of the model that don't divide. Weights are refused where blocks would be cut."""
     tensor = deployment.tensor_parallel_size
     ranks = tensor * deployment.data_parallel_size
     layers = deployment.model.layers if deployment.model else ()
@@ -107,20 +107,14 @@ def open_mesh(deployment: Deployment) -> Mesh:
     if len(local) < tensor:
         name = deployment.device.name
         reason = f"JAX has {len(local)} devices in this process ({name}), and {tensor} are needed"
-        raise Refused([Refusal("tpu", _mesh(deployment), reason, _remedy(deployment))])
+        remedy = f"a process that hasn't used JAX, or XLA_FLAGS={_DEVICES_FLAG}={tensor} for it"
+        raise Refused([Refusal("tpu", _mesh(deployment), reason, remedy)])
     own = sorted(local, key=lambda device: device.id)[:tensor]
     if data == 1:
         return mesh_of(own, 1, tensor)
     every = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     rows = [[one for one in every if one.process_index == rank][:tensor] for rank in range(data)]
     return mesh_of([one for row in rows for one in row], data, tensor)
-
-
-def _remedy(deployment: Deployment) -> str:
-    count = deployment.tensor_parallel_size
-    if deployment.device.kind == "real":
-        return f"a host of {count} devices, or a smaller --tensor-parallel-size"
-    return f"a process that hasn't used JAX, or XLA_FLAGS={_DEVICES_FLAG}={count} for it"
 
 
 def _virtual_devices(config: Any, count: int) -> None:

@@ -1,12 +1,16 @@
-"""Compiled programs of a session: made once for each size, counted, and kept on disk."""
+"""Compiled programs of a session: made once for each size, counted, and kept on disk. What else
+JAX compiles within a step is counted, too.
+"""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +18,12 @@ Lower = Callable[[], Any]
 """Gives a program lowered, which is then compiled."""
 IMAGES = "images"
 """How names of programs for images begin; others are of layers."""
+
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+"""What JAX tells of whatever it compiles, or reads from where it is kept."""
+_here = threading.local()
+"""``step``: the programs of the session whose step this thread is in."""
 
 
 class RecompilationWarning(RuntimeWarning):
@@ -50,6 +60,7 @@ class Programs:
     def __init__(self) -> None:
         self._programs: dict[Hashable, Any] = {}
         self._made: list[Made] = []
+        self._others = 0
         self._lock = threading.Lock()
         self._warm = False
 
@@ -59,8 +70,8 @@ class Programs:
 
     @property
     def recompiled(self) -> int:
-        """Programs that were made after the warm-up."""
-        return sum(one.late for one in self._made)
+        """What was compiled after the warm-up: programs, and all else within steps."""
+        return self._others + sum(one.late for one in self._made)
 
     def get(self, key: Hashable, name: str, lower: Lower) -> Any:
         """The program of a key, compiled if it is new; after the warm-up that is warned of."""
@@ -90,16 +101,57 @@ class Programs:
                 raise
         self._warm = True
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """While a step runs in this thread: what JAX compiles for ops is counted like programs."""
+        _listening()
+        with _within(self):
+            yield
+
+    def other(self, name: str, seconds: float) -> None:
+        """Hears of something that is none of the programs, and was compiled within a step."""
+        if self._warm:
+            self._others += 1
+            _warn(name, seconds)
+
     def _make(self, key: Hashable, name: str, lower: Lower, late: bool) -> Any:
         start = perf_counter()
-        lowered = lower()
-        between = perf_counter()
-        program = lowered.compile()
+        with _within(None):
+            lowered = lower()
+            between = perf_counter()
+            program = lowered.compile()
         end = perf_counter()
         with self._lock:
             self._programs[key] = program
             self._made.append(Made(name, between - start, end - between, late))
         if late:
-            text = f"{name} was compiled after the warm-up, in {end - start:.1f} s"
-            warnings.warn(text, RecompilationWarning, stacklevel=3)
+            _warn(name, end - start)
         return program
+
+
+def _warn(name: str, seconds: float) -> None:
+    text = f"{name} was compiled after the warm-up, in {seconds:.1f} s"
+    warnings.warn(text, RecompilationWarning, stacklevel=4)
+
+
+@contextmanager
+def _within(programs: Programs | None) -> Iterator[None]:
+    before = getattr(_here, "step", None)
+    _here.step = programs
+    try:
+        yield
+    finally:
+        _here.step = before
+
+
+@cache
+def _listening() -> None:
+    """From here on JAX tells of what it compiles, in the thread that compiles it."""
+    from jax import monitoring
+
+    def heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        programs = getattr(_here, "step", None)
+        if event == _COMPILED and programs is not None:
+            programs.other(f"{kwargs.get('fun_name', 'an op')}", duration_secs)
+
+    monitoring.register_event_duration_secs_listener(heard)

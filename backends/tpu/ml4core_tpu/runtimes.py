@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 
 from ml4core.api import Deployment, Refusal
+from ml4core_tpu.libraries import INSTALL
 
 SWITCHES = ("runtime", "compilation_cache", "warm_up")
 """Keys of the object ``tpu`` of ``--additional-config``."""
@@ -21,8 +22,17 @@ LAZY = "torch_xla"
 TORCH_TPU = "torch_tpu"
 
 _DISTRIBUTIONS: Mapping[str, str] = MappingProxyType(
-    {"jax": "jax[tpu]", LAZY: "torch-xla", TORCH_TPU: "torch-tpu"}
+    {"jax": "jax", LAZY: "torch-xla", TORCH_TPU: "torch-tpu"}
 )
+WORKS: Mapping[str, str] = MappingProxyType(
+    {
+        "jax": INSTALL,
+        LAZY: "an environment of its own, of torch-xla 2.9.0 and the torch 2.9 that it is bound "
+        "to: python -m tools.torch_xla.environment FOLDER in a checkout",
+        TORCH_TPU: "pip install torch-tpu",
+    }
+)
+"""What brings a runtime."""
 
 
 def runtime_of(deployment: Deployment) -> str:
@@ -39,12 +49,12 @@ def runtime_refusals(deployment: Deployment) -> tuple[Refusal, ...]:
         return (Refusal("tpu", subject, "there is no such runtime", ", ".join(_DISTRIBUTIONS)),)
     if find_spec(runtime) is None:
         reason = f"{runtime} is not installed"
-        return (Refusal("tpu", subject, reason, f'pip install "{_DISTRIBUTIONS[runtime]}"'),)
+        return (Refusal("tpu", subject, reason, WORKS[runtime]),)
     if runtime == TORCH_TPU and device.kind != "real":
         reason = f"torch-tpu {_version(runtime)} runs nothing without a TPU: it has no other client"
         return (Refusal("tpu", subject, reason, "tpu.runtime=jax, which interprets on the host"),)
     if runtime == LAZY and (reason := _unlike_torch(_version(LAZY), version("torch"))):
-        return (Refusal("tpu", subject, reason, "tpu.runtime=jax"),)
+        return (Refusal("tpu", subject, reason, f"{WORKS[LAZY]}; or tpu.runtime=jax"),)
     return ()
 
 
@@ -59,14 +69,14 @@ def runtime_reasons() -> Mapping[str, str]:
     """Each runtime with its version, or why it isn't there. Imports none."""
     return MappingProxyType(
         {
-            name: _version(name) if find_spec(name) else f"not installed; pip install {package}"
-            for name, package in _DISTRIBUTIONS.items()
+            name: _version(name) if find_spec(name) else f"not installed; works: {works}"
+            for name, works in WORKS.items()
         }
     )
 
 
 def _version(module: str) -> str:
     try:
-        return version(_DISTRIBUTIONS[module].partition("[")[0])
+        return version(_DISTRIBUTIONS[module])
     except PackageNotFoundError:
         return "of unknown version"

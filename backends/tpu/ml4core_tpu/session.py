@@ -42,7 +42,7 @@ from ml4core_tpu.ops import act_of, ops_for
 from ml4core_tpu.product_ops import GROUPS
 from ml4core_tpu.programs import Programs
 from ml4core_tpu.release import release
-from ml4core_tpu.runtimes import LAZY, TORCH_TPU
+from ml4core_tpu.runtimes import LAZY
 
 if TYPE_CHECKING:
     from ml4core_tpu.kernels.layer.mesh_stage import MeshPrograms
@@ -77,10 +77,6 @@ class TpuSession:
         self._mesh: MeshPrograms | None = None
         self._images: VisionPrograms | None = None
         self.switches: Mapping[str, str] = MappingProxyType({"runtime": runtime})
-        if runtime == TORCH_TPU:
-            from ml4core_tpu.tpu_ops import registered
-
-            registered()
         if runtime == LAZY:
             self._lazy()
         elif not deployment.enforce_eager:
@@ -163,9 +159,11 @@ class TpuSession:
     ) -> Mapping[str, Tensor | Weight]:
         """Brings each weight to the device once; tied ones stay one. Plain matrices take the
         compute dtype, but for those that the model wants in fp32. Those of the decoder's layers are
-        cut over the devices of a mesh.
+        cut over the devices of a mesh; ``Refused`` where a cut would go through a block.
         """
         mesh = self._mesh if part == "decoder" else None
+        if mesh is not None and layer is not None:
+            mesh.check(layer, weights)
         parts = 1 if mesh is None else mesh.parts_of_experts
         weights = {name: _packed(name, value, parts) for name, value in weights.items()}
         # The encoder of images is called with tensors of the host, whatever the runtime.

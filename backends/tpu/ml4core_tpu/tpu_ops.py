@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from ml4core.api import Refusal, Refused
-from ml4core_tpu.runtimes import TORCH_TPU, runtime_reasons
+from ml4core_tpu.runtimes import TORCH_TPU, WORKS
 from ml4core_tpu.xla_ops import register
 
 DEVICE = "privateuseone"
@@ -87,7 +87,7 @@ def registered() -> None:
     is not installed.
     """
     if find_spec(TORCH_TPU) is None:
-        reason = runtime_reasons()[TORCH_TPU]
-        raise Refused([Refusal("tpu", f"tpu.runtime={TORCH_TPU}", reason, "pip install torch-tpu")])
+        subject, reason = f"tpu.runtime={TORCH_TPU}", f"{TORCH_TPU} is not installed"
+        raise Refused([Refusal("tpu", subject, reason, WORKS[TORCH_TPU])])
     importlib.import_module(TORCH_TPU)  # without which torch has no module ``tpu``
     register(OpCall(importlib.import_module("torch.tpu.pallas").jax_op), "tpu", DEVICE)

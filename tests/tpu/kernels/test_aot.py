@@ -24,6 +24,7 @@ QUICK = (
     "index_scores/16 x 1 rows",
     "topk/16 rows",
     "fp8_matmul/16 rows",
+    "fp8_experts/64 rows",
     "fp4_experts/16 rows/nvfp4",
     "window_mla/16 x 4 rows/bf16",
     "write_latents/16 rows/rope",

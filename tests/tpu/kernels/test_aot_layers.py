@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+import jax
 import pytest
 
 from ml4core.api import ModelSpec
-from ml4core_tpu.aot import HBM_BYTES, Compiled, Refused, compile_program, devices_of
-from ml4core_tpu.aot_cases import PAGE, PAGES, all_cases
+from ml4core_tpu.aot import (
+    HBM_BYTES,
+    Case,
+    Compiled,
+    Refused,
+    compile_case,
+    compile_program,
+    devices_of,
+)
+from ml4core_tpu.aot_cases import HEADS, LATENT, ROPE, TENSOR, all_cases, array
 from ml4core_tpu.aot_kernels import kernels_of
 from ml4core_tpu.kernels.layer.aot_cases import (
     KINDS,
+    PAGE,
+    PAGES,
+    REQUESTS,
     ROWS,
     WANTED,
     ends_case,
     layer_case,
     published_layer,
 )
+from ml4core_tpu.kernels.layer.attention import attend
+from ml4core_tpu.kernels.layer.form import Caches, Form, Step, form_of
 from ml4core_tpu.kernels.layer.mesh import mesh_of
+from ml4core_tpu.kernels.rows import Rows
 
 pytestmark = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="there is no libtpu: pip install libtpu==0.0.42.1"
@@ -28,6 +44,9 @@ pytestmark = pytest.mark.skipif(
 SUMS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
 """Attention's sum over tensor ranks; rows of all hosts to the experts, back, and that sum."""
 VMEM, SMEM = 64 << 20, 1 << 20
+TEMPORARIES = 3 << 30
+"""Of any bucket: plans reserve more for a step of 8,192 rows."""
+OWNER, SHARER = KINDS[:2]
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +62,18 @@ def compiled(case: Any) -> Compiled:
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [
-        (KINDS[0], ROWS[0]),
-        *(pytest.param(KINDS[0], rows, marks=pytest.mark.slow) for rows in ROWS[1:]),
-        *(pytest.param(kind, ROWS[0], marks=pytest.mark.slow) for kind in KINDS[1:]),
+        (OWNER, ROWS[0]),
+        *((SHARER, rows) for rows in ROWS),
+        *(pytest.param(OWNER, rows, marks=pytest.mark.slow) for rows in ROWS[1:]),
+        *(pytest.param(kind, ROWS[0], marks=pytest.mark.slow) for kind in KINDS[2:]),
     ],
     ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_a_layer_compiles_for_32_devices(mesh: Any, kind: Any, rows: int) -> None:
     found = compiled(layer_case(mesh, kind, rows))
-    assert dict(found.collectives) == SUMS
+    assert dict(found.collectives) == (SUMS if kind.moe else {"all-reduce": 2})
     assert not found.too_large
+    assert found.temporaries < TEMPORARIES
     assert 0 < found.vmem < VMEM
     assert 0 < found.smem < SMEM
     token = (512 + 128 * kind.rope) * kind.owns_latent + 132 * kind.owns_index
@@ -60,9 +81,43 @@ def test_a_layer_compiles_for_32_devices(mesh: Any, kind: Any, rows: int) -> Non
     assert 0 <= found.aliased - PAGES * PAGE * token < 4096
     names = [kernel.name for kernel in found.kernels]
     assert names.count("sparse_mla") == 1
-    assert names.count("fp4_experts") == 2
+    assert names.count("fp8_experts") == 2 * kind.moe
     assert names.count("index_scores") == names.count("topk") == kind.owns_index
     assert names.count("write_latents") == kind.owns_latent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_layer_of_fp4_experts_compiles(mesh: Any) -> None:
+    found = compiled(layer_case(mesh, KINDS[1], ROWS[0], experts="nvfp4"))
+    assert [kernel.name for kernel in found.kernels].count("fp4_experts") == 2
+
+
+def attends(rows: int, pages: int) -> Case:
+    """Rows of a layer without an indexer over all that they see, with tables of ``pages`` pages."""
+    layer = replace(published_layer(KINDS[1]), heads=HEADS // TENSOR, topk_source=None)
+    form: Form = form_of(layer, Rows("tiles", LATENT, ROPE), target="tpu")
+    row, table = array((rows,), "int32"), array((REQUESTS, pages), "int32")
+    start = array((REQUESTS + 1,), "int32")
+    pool = array((64, PAGE, LATENT // 128, 128), "uint8"), array((64, PAGE // 4, 4, 128), "uint8")
+    return Case(
+        f"attend/{rows} rows, {pages} pages",
+        jax.jit(lambda step, caches, q: attend(form, step, caches, q, None)),
+        (
+            Step(row, row, start, row, table, table, row, row),
+            Caches(pool, array((1,), "float32"), None),
+            array((rows, layer.heads, LATENT + ROPE), "bfloat16"),
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("rows", "pages"), [(16, 1024), (1024, 1024), (8192, 256)])
+def test_attention_over_all_keys_fits_scalar_memory(mesh: Any, rows: int, pages: int) -> None:
+    found = compile_case(attends(rows, pages), mesh.devices.flat[0])
+    assert [kernel.name for kernel in found.kernels] == ["window_mla"]
+    assert found.temporaries < 1 << 30
 
 
 @pytest.mark.timeout(600)
@@ -85,13 +140,13 @@ def test_layers_are_those_of_the_published_model(published: ModelSpec) -> None:
         like = next(
             layer
             for layer in published.layers
-            if layer.moe
+            if bool(layer.moe) == kind.moe
             and (bool(layer.rope_dim), layer.owns_kv, layer.owns_index)
             == (kind.rope, kind.owns_latent, kind.owns_index)
         )
         mine = published_layer(kind)
         for name in ("hidden_size", "heads", "kv_lora_rank", "nope_dim", "rope_dim", "v_dim",
-                     "softmax_scale", "moe"):  # fmt: skip
+                     "softmax_scale", "moe", "dense_width"):  # fmt: skip
             assert getattr(mine, name) == getattr(like, name), name
         assert mine.kind == like.kind
 

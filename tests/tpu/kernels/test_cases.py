@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import jax
 import pytest
+import torch
 
+from ml4core.compose.ops import COMPOSED
 from ml4core_conformance.case import OpCase
 from ml4core_conformance.cases import all_cases
+from ml4core_tpu.bridge import padded, to_jax, to_torch
+from ml4core_tpu.kernels import moe
+from ml4core_tpu.product_ops import router
 
 Conforms = Callable[[OpCase, bool], None]
 
@@ -67,5 +74,36 @@ def test_products_of_fp8(conforms: Conforms, format: str) -> None:
 
 
 def test_router(conforms: Conforms) -> None:
-    """Ties go to the lowest id, whatever the kernel (B132)."""
     conforms(cases("router", "bf16")["ties"], False)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routers_agree_on_ties_at_the_border(dtype: torch.dtype, renormalize: bool) -> None:
+    """The op, the one within a layer's program at each of two buckets, and the composed one: ids
+    and weights are the same, and of equal logits the lowest ids are taken (B132).
+    """
+    # Logits are exact: quarters times an identity. The fourth of each row has equals.
+    quarters = torch.tensor(
+        [
+            [3, 1, 2, 1, 1, 3, 0, 1],
+            [0, 0, 0, 0, 0, 0, 0, 0],
+            [-1, -2, -1, -1, -2, -1, -1, -1],
+            [1, 2, 3, 4, 4, 3, 2, 1],
+            [0, -0.0, 5, 0, -0.0, 5, 5, 0],
+        ]
+    )
+    want = [[0, 5, 2, 1], [0, 1, 2, 3], [0, 2, 3, 5], [3, 4, 2, 5], [2, 5, 6, 0]]
+    x, weight = (quarters / 4).to(dtype), torch.eye(8)
+    options = {"topk": 4, "renormalize": renormalize, "routed_scale": 2.5}
+    found = {
+        "op": router(x, weight, **options),
+        "composed": COMPOSED["router"](x, weight, **options),
+    }
+    program = jax.jit(partial(moe.router, **options))
+    for bucket in (16, 64):
+        both = program(to_jax(padded(x, bucket)), to_jax(weight))
+        found[f"program, {bucket} rows"] = tuple(to_torch(one, len(x)) for one in both)
+    for name, (weights, ids) in found.items():
+        assert ids.tolist() == want, name
+        torch.testing.assert_close(weights, found["op"][0], rtol=1e-6, atol=0, msg=name)

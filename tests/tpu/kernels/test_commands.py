@@ -44,6 +44,9 @@ def test_a_layer_tells_its_collectives_and_kernels() -> None:
         (("--topology", "v7x:2x2x1"), "knows no slice"),
         (("-k", "nothing like it"), "no case has"),
         (("--model", "-k", "nothing like it"), "no case has"),
+        (("--model", "--topology", "v6e:2x2"), "v6e:2x2 has 4 devices; works: a slice of 8"),
+        (("-k", "("), "'(' is no regular expression: missing )"),
+        (("--model", "-k", "*"), "'*' is no regular expression: nothing to repeat"),
     ],
 )
 def test_what_can_not_be_is_a_wrong_command_line(words: tuple[str, ...], text: str) -> None:

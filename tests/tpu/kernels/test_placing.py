@@ -17,6 +17,7 @@ from ml4core.compose.ops.weights import quantize
 from ml4core_conformance import tiny
 from ml4core_tpu.bridge import to_jax
 from ml4core_tpu.expert_weights import packed_by_width, packed_experts
+from ml4core_tpu.kernels.layer.cuts import cut_refusals
 from ml4core_tpu.kernels.layer.form import Matrix, form_of
 from ml4core_tpu.kernels.layer.mesh import ranked_rows, weight_specs
 from ml4core_tpu.kernels.layer.products import PACKED, experts
@@ -112,6 +113,56 @@ def test_what_does_not_divide_is_refused_by_name() -> None:
         ranked_rows(np.zeros((6, 2)), 2)
     with pytest.raises(ValueError, match="3 groups of 16 columns of nvfp4 don't divide into 2"):
         packed_by_width(stack("nvfp4", 2, 32, 48), 1, 2)
+
+
+LAYER = tiny.model().layers[1]  # 8 heads
+
+CUTS = [
+    ("wo", "fp8_block", (128, 480), 240, 128, "1"),
+    ("wo", "fp8_block", (128, 768), 384, 128, ""),
+    ("wq", "fp8_block", (480, 128), 240, 128, "1"),
+    ("shared_w13", "fp8_block", (768, 128), 192, 128, "1"),
+    ("dense_w2", "fp8_block", (128, 256), 128, 128, ""),
+    ("wo", "fp8_tensor", (128, 480), 240, 1, ""),
+    ("wo", "nvfp4", (32, 48), 24, 16, "1"),
+    ("wo", "mxfp4", (32, 96), 48, 32, "1"),
+    ("wo", "mxfp4", (32, 64), 32, 32, ""),
+    ("experts_w2", "nvfp4", (4, 32, 48), 24, 16, "1; or --enable-expert-parallel"),
+    ("experts_w2", "mxfp4", (4, 32, 96), 48, 32, "1; or --enable-expert-parallel"),
+    ("experts_w13", "mxfp4", (4, 96, 32), 24, 1, ""),
+    ("experts_w13", "fp8_block", (4, 384, 128), 96, 128, "1; or --enable-expert-parallel"),
+]
+
+
+@pytest.mark.parametrize(("name", "format", "shape", "each", "block", "works"), CUTS)
+def test_blocks_are_never_cut(
+    name: str, format: str, shape: tuple[int, ...], each: int, block: int, works: str
+) -> None:
+    """Else a rank's values meet scales of others: wrong numbers, and no error."""
+    weight = stack(format, *shape)
+    found = [*cut_refusals(LAYER, {name: weight}, RANKS, by_width=True)]
+    if not works:
+        assert found == []
+        return
+    (refusal,) = found
+    assert f"layer 1: {name}: {2 * each}" in refusal.reason
+    assert f"over 2 tensor ranks are {each} each" in refusal.reason
+    assert f"not a multiple of {block}, the block of {format}" in refusal.reason
+    assert refusal.remedy.startswith(f"--tensor-parallel-size {works}")
+    assert not [*cut_refusals(LAYER, {name: weight}, 1, by_width=True)]
+
+
+def test_whole_experts_and_heads_are_cut_anywhere() -> None:
+    odd = {"experts_w2": stack("nvfp4", 4, 32, 48), "w_uk": stack("bf16", 8, 24, 40)}
+    assert not [*cut_refusals(LAYER, odd, RANKS, by_width=False)]
+    vector = {"ssmax_scale": torch.ones(8), "wkv_a": stack("fp8_block", 128, 100)}
+    assert not [*cut_refusals(LAYER, vector, RANKS, by_width=True)]
+
+
+def test_sizes_that_work_are_those_of_whole_blocks_and_heads() -> None:
+    (refusal,) = cut_refusals(LAYER, {"wo": stack("fp8_block", 128, 768)}, 4, by_width=False)
+    assert "768 columns over 4 tensor ranks are 192 each" in refusal.reason
+    assert refusal.remedy == "--tensor-parallel-size 1 or 2"
 
 
 def plan_of(visible: list[int], owner: list[int], starts: list[int]) -> StepPlan:

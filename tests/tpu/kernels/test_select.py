@@ -1,4 +1,4 @@
-"""The selection of a step in chunks of its rows: the same as of all rows at once."""
+"""Selection and attention in chunks of a step's rows: the same as of all rows at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ml4core_conformance import tiny
-from ml4core_tpu.kernels.layer import indexer
+from ml4core_tpu.kernels.layer import attention, indexer, tiling
 from ml4core_tpu.kernels.layer.form import Caches, Step, form_of
 from ml4core_tpu.kernels.rows import Rows
 
@@ -51,7 +51,7 @@ def test_chunks_of_rows_select_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
     whole = found()
     monkeypatch.setattr(indexer, "_SCORE_BYTES", 1)
-    assert indexer._LEAST_CHUNK < ROWS
+    assert tiling._LEAST_CHUNK < ROWS
     for mine, theirs in zip(found(), whole, strict=True):
         assert np.array_equal(mine, theirs)
     positions, lens, slots, _ = whole
@@ -60,3 +60,28 @@ def test_chunks_of_rows_select_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
         for position, slot in zip(positions[row][: lens[row]], slots[row], strict=False):
             page = int(one.latent_table[request, position // PAGE])
             assert slot == page * PAGE + position % PAGE
+
+
+def test_chunks_of_rows_attend_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer without an indexer, whose rows see all keys."""
+    form = form_of(tiny.model().layers[1], Rows("wide", 512, 64))
+    draw = np.random.default_rng(1)
+    latents = jnp.asarray(draw.standard_normal((PAGES, PAGE, 576), np.float32))
+    caches = Caches((latents,), jnp.ones(1), None)
+    q = jnp.asarray(draw.standard_normal((ROWS, 4, 576), np.float32)) / 24
+    one = step()
+
+    def found() -> np.ndarray:
+        return np.asarray(jax.jit(lambda q: attention.attend(form, one, caches, q, None))(q))
+
+    whole = found()
+    monkeypatch.setattr(attention, "_TABLE_BYTES", 1)
+    np.testing.assert_allclose(found(), whole, rtol=1e-5, atol=1e-5)
+    row, request = 30, 4
+    assert (int(one.request[row]), int(one.visible[row])) == (request, 21)
+    seen = np.asarray(latents)[np.asarray(one.latent_table)[request]].reshape(-1, 576)[:21]
+    scores = np.asarray(q[row]) @ seen.T * form.layer.softmax_scale
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    want = weights / weights.sum(-1, keepdims=True) @ seen[:, :512]
+    np.testing.assert_allclose(whole[row], want, rtol=1e-4, atol=1e-4)
+    assert (whole[37:] == 0).all()

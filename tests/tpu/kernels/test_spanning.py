@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(tmp_path_factory.mktemp("seeded") / "plain", "bf16")
 
 
-def made(folder: Path, format: Any) -> Path:
+def made(folder: Path, format: Any, v_dim: int = 128) -> Path:
     return make_seeded(
         folder,
         format=format,
@@ -53,7 +53,7 @@ def made(folder: Path, format: Any) -> Path:
         hidden=128,
         heads=4,
         nope_dim=64,
-        v_dim=128,
+        v_dim=v_dim,
         nope_every=None,
         topk=16,
         index_heads=2,
@@ -180,3 +180,15 @@ def test_experts_of_four_bits_cut_by_width(tmp_path: Path, replicas: int) -> Non
     said = run(folder, cut, tensor_parallel_size=2 // replicas)
     check([one for each in said for one in each["made"]], alone(folder))
     assert "experts by width" in said[0]["switches"]["mesh"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("format", ["fp8_block", "nvfp4_ct", "mxfp4"])
+def test_a_cut_through_blocks_is_refused(tmp_path: Path, format: str) -> None:
+    """Of each format the matrices outside of experts are FP8 in blocks."""
+    folder = made(tmp_path / "cut", format, v_dim=120)
+    said = "wo: 480 columns over 2 tensor ranks are 240 each, not a multiple of 128"
+    with pytest.raises(pytest.fail.Exception, match=said) as caught:
+        run(folder, [PROMPTS[:1]], tensor_parallel_size=2, enable_expert_parallel=True)
+    assert "(works: --tensor-parallel-size 1)" in str(caught.value)

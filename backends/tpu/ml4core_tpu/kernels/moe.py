@@ -10,12 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ml4core_tpu.kernels.fp4_experts import Fp4, grouped_matmul
+from ml4core_tpu.kernels.expert_matmul import Form, Parts, grouped_matmul
+from ml4core_tpu.kernels.fp4_experts import Fp4
+from ml4core_tpu.kernels.fp8_experts import FP8
 from ml4core_tpu.kernels.fp8_matmul import quantized_rows
 from ml4core_tpu.kernels.numbers import e4m3_values
 from ml4core_tpu.kernels.target import Target
 
 _MOST_ROWS = 128
+_GROUP = 128
+"""Choices that are counted together."""
+_FEW_ROWS = 256
+"""Of all tiles: beyond it a rank works on those that it is likely to have, again and again."""
+_ROWS_AT_ONCE = 8192
+"""Of tiles that are worked on together: with 6,144 columns and experts as wide 0.5 GiB."""
 
 
 @partial(jax.jit, static_argnames=("topk", "renormalize", "routed_scale"))
@@ -69,6 +77,22 @@ def tile_rows(choices: int, experts: int) -> int:
     return min(_MOST_ROWS, max(16, 1 << (average - 1).bit_length()))
 
 
+def _running(marks: jax.Array) -> jax.Array:
+    """Running sums int32 of ``marks`` [E, C] of 0 and 1 along C: within groups by a product with a
+    triangle of ones, which compiles in a tenth of the time of one long sum.
+    """
+    count = marks.shape[1]
+    groups = jnp.pad(marks, ((0, 0), (0, -count % _GROUP))).reshape(len(marks), -1, _GROUP)
+    triangle = jnp.triu(jnp.ones((_GROUP, _GROUP), jnp.bfloat16))
+    # Counts to 128 are exact in fp32, and so are their operands in bfloat16.
+    inside = jnp.matmul(
+        groups.astype(jnp.bfloat16), triangle, preferred_element_type=jnp.float32
+    ).astype(jnp.int32)
+    each = groups.sum(-1)
+    before = jnp.cumsum(each, 1) - each
+    return (inside + before[..., None]).reshape(len(marks), -1)[:, :count]
+
+
 def order_rows(
     weights: jax.Array, ids: jax.Array, first: jax.Array, experts: int, rows: int
 ) -> Order:
@@ -79,28 +103,32 @@ def order_rows(
     choices = count * topk
     local = ids.astype(jnp.int32) - first
     mine = (local >= 0) & (local < experts) & (weights != 0)
-    expert = jnp.where(mine, local, experts).reshape(-1)
-    onehot = (expert[:, None] == jnp.arange(experts)).astype(jnp.int32)
-    rank = jnp.take_along_axis(jnp.cumsum(onehot, 0), jnp.minimum(expert, experts - 1)[:, None], 1)[
-        :, 0
-    ]
-    tiles_each = (onehot.sum(0) + rows - 1) // rows
+    # Choices lie along the lanes, first ones first: [T, topk] would be laid out anew.
+    expert = jnp.where(mine, local, -1).T.reshape(-1)
+    onehot = (expert == jnp.arange(experts, dtype=jnp.int32)[:, None]).astype(jnp.int32)  # [E, C]
+    tiles_each = (onehot.sum(1) + rows - 1) // rows
     ends = jnp.cumsum(tiles_each)
     tiles = min(choices, choices // rows + experts)
     total = tiles * rows
-    start = (ends - tiles_each)[jnp.minimum(expert, experts - 1)] * rows
-    place = jnp.where(mine.reshape(-1), start + rank - 1, total).astype(jnp.int32)
-    token = jnp.arange(choices, dtype=jnp.int32) // topk
+    # A choice's place among those of its expert, and the first row of the expert.
+    place = (onehot * (_running(onehot) - 1 + (ends - tiles_each)[:, None] * rows)).sum(0)
+    place = jnp.where(expert >= 0, place, total).astype(jnp.int32)
+    token = jnp.arange(choices, dtype=jnp.int32) % count
     source = jnp.full(total, count, jnp.int32).at[place].set(token, mode="drop")
     tile = jnp.minimum(jnp.arange(tiles), jnp.maximum(ends[-1] - 1, 0))
     owner = (tile[:, None] >= ends).sum(-1, dtype=jnp.int32)
     return Order(
-        place.reshape(count, topk),
+        place.reshape(topk, count).T,
         source,
         jnp.minimum(owner, experts - 1),
         ends[-1:].astype(jnp.int32),
         mine,
     )
+
+
+def _gated(both: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    gate, up = (half.astype(jnp.float32) for half in jnp.split(both, 2, -1))
+    return (jax.nn.silu(gate) * up).astype(dtype)
 
 
 def _joined(
@@ -112,21 +140,113 @@ def _joined(
 ) -> jax.Array:
     """The weighted sum of experts on ``x`` [T, H], in x's dtype: the sum runs over choices."""
     rows = jnp.pad(x, ((0, 1), (0, 0)))[order.source]  # a row of zeros stands for none
-    both = inner(rows).astype(jnp.float32)
-    gate, up = jnp.split(both, 2, -1)
-    middle = (jax.nn.silu(gate) * up).astype(x.dtype)
-    each = outer(middle)
-    found = each[jnp.minimum(order.place, each.shape[0] - 1)]  # [T, topk, H]
-    shares = jnp.where(order.mine, weights, 0.0)[..., None]
-    found = jnp.where(order.mine[..., None], found, 0.0)
-    return (found * shares).sum(1).astype(x.dtype)
+    each = outer(_gated(inner(rows), x.dtype))
+    total = jnp.zeros(x.shape, jnp.float32)
+    for choice in range(weights.shape[1]):
+        mine = order.mine[:, choice, None]
+        found = each[jnp.minimum(order.place[:, choice], each.shape[0] - 1)]
+        total += jnp.where(mine, found, 0.0) * jnp.where(mine, weights[:, choice, None], 0.0)
+    return total.astype(x.dtype)
+
+
+def _joined_by_tiles(
+    x: jax.Array,
+    weights: jax.Array,
+    order: Order,
+    some: int,
+    rows: int,
+    mixed: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """The same, by ``some`` tiles at a time and for those alone that have rows: there may be as
+    many as all choices of all ranks, of which a rank has its share. ``mixed`` gives fp32 [some *
+    rows, H] of gathered rows, tiles' experts, and how many of them are live.
+    """
+    count, width = x.shape
+    total, step = order.source.shape[0], some * rows
+    short = -len(order.experts) % some
+    experts = jnp.pad(order.experts, (0, short), mode="edge")
+    source = jnp.pad(order.source, (0, short * rows), constant_values=count)
+    share = jnp.zeros(total + short * rows, jnp.float32)
+    place = jnp.where(order.mine, order.place, share.shape[0])
+    share = share.at[place.T.reshape(-1)].set(weights.T.reshape(-1), mode="drop")
+
+    def add(at: jax.Array, found: jax.Array) -> jax.Array:
+        mine = lax.dynamic_slice_in_dim(source, at * step, step)
+        given = jnp.where((mine < count)[:, None], x[jnp.minimum(mine, count - 1)], 0)
+        tiles = lax.dynamic_slice_in_dim(experts, at * some, some)
+        each = mixed(given, tiles, jnp.clip(order.live - at * some, 0, some))
+        each = each * lax.dynamic_slice_in_dim(share, at * step, step)[:, None]
+        return found.at[mine].add(each, mode="drop")
+
+    steps = (order.live[0] + some - 1) // some
+    found = lax.fori_loop(0, steps, add, jnp.zeros((count, width), jnp.float32))
+    return found.astype(x.dtype)
+
+
+def _grouped(
+    x: jax.Array,
+    w13: Parts,
+    w2: Parts,
+    weights: jax.Array,
+    ids: jax.Array,
+    first: jax.Array,
+    *,
+    form: Form,
+    quantize: bool,
+    target: Target,
+    total: int | None,
+) -> jax.Array:
+    hidden, held = x.shape[1], form.size(w13)[0]
+    all_ranks = total or held
+    rows = tile_rows(ids.size, all_ranks)
+    order = order_rows(weights, ids, first, held, rows)
+    average = -(-ids.size // all_ranks)  # rows of an expert
+    tiles, likely = len(order.experts), held * -(-average // rows)
+    some = tiles
+    if tiles * rows > _FEW_ROWS:
+        some = max(1, min(tiles, 2 * likely, _ROWS_AT_ONCE // rows))
+
+    def product(
+        given: jax.Array, tiles: jax.Array, live: jax.Array, parts: Parts, dtype: jnp.dtype
+    ) -> jax.Array:
+        scale = None
+        if quantize:
+            codes, scale = quantized_rows(given)
+            given, dtype = e4m3_values(codes, x.dtype), jnp.dtype(jnp.float32)
+        found = grouped_matmul(
+            given,
+            tiles,
+            live,
+            parts,
+            form=form,
+            rows=rows,
+            likely=min(some, likely),
+            out_dtype=dtype,
+            target=target,
+        )
+        return found if scale is None else found * scale
+
+    def mixed(given: jax.Array, tiles: jax.Array, live: jax.Array) -> jax.Array:
+        middle = _gated(product(given, tiles, live, w13, x.dtype), x.dtype)
+        return product(middle, tiles, live, w2, jnp.dtype(jnp.float32))[:, :hidden]
+
+    if some < tiles:
+        return _joined_by_tiles(x, weights, order, some, rows, mixed)
+    here = order.experts, order.live
+    return _joined(
+        x,
+        weights,
+        order,
+        lambda given: product(given, *here, w13, x.dtype),
+        lambda given: product(given, *here, w2, jnp.dtype(jnp.float32))[:, :hidden],
+    )
 
 
 @partial(jax.jit, static_argnames=("fp4", "target", "total"))
 def fp4_moe(
     x: jax.Array,
-    w13: tuple[jax.Array, jax.Array, jax.Array],
-    w2: tuple[jax.Array, jax.Array, jax.Array],
+    w13: Parts,
+    w2: Parts,
     weights: jax.Array,
     ids: jax.Array,
     first: jax.Array,
@@ -135,36 +255,32 @@ def fp4_moe(
     target: Target,
     total: int | None = None,
 ) -> jax.Array:
-    """Experts ids [T, topk] on ``x`` [T, H]. Weights as ``grouped_matmul`` has them, H and I padded
-    to whole blocks: gate and up each to a width that 128 divides. ``total``: experts of all ranks,
-    if these aren't all.
+    """Experts ids [T, topk] on ``x`` [T, H]. Weights as ``Fp4`` has them, H and I padded to whole
+    blocks: gate and up each to a width that 128 divides. ``total``: experts of all ranks, if these
+    aren't all.
     """
-    hidden = x.shape[1]
-    experts = w13[0].shape[0]
-    rows = tile_rows(ids.size, total or experts)
-    order = order_rows(weights, ids, first, experts, rows)
+    given = (x, w13, w2, weights, ids, first)
+    return _grouped(*given, form=fp4, quantize=False, target=target, total=total)
 
-    def product(given: jax.Array, weight: tuple[jax.Array, ...], dtype: jnp.dtype) -> jax.Array:
-        width = 2 * weight[0].shape[1]
-        given = jnp.pad(given, ((0, 0), (0, width - given.shape[1])))
-        return grouped_matmul(
-            given,
-            order.experts,
-            order.live,
-            *weight,
-            fp4=fp4,
-            rows=rows,
-            out_dtype=dtype,
-            target=target,
-        )
 
-    return _joined(
-        x,
-        weights,
-        order,
-        lambda given: product(given, w13, x.dtype),
-        lambda given: product(given, w2, jnp.float32)[:, :hidden],
-    )
+@partial(jax.jit, static_argnames=("quantize", "target", "total"))
+def fp8_moe(
+    x: jax.Array,
+    w13: Parts,
+    w2: Parts,
+    weights: jax.Array,
+    ids: jax.Array,
+    first: jax.Array,
+    *,
+    quantize: bool = False,
+    target: Target,
+    total: int | None = None,
+) -> jax.Array:
+    """The same of weights as ``Fp8`` has them. With ``quantize`` inputs of both products are
+    rounded to FP8 first, with a scale a row.
+    """
+    given = (x, w13, w2, weights, ids, first)
+    return _grouped(*given, form=FP8, quantize=quantize, target=target, total=total)
 
 
 @partial(jax.jit, static_argnames=("quantize",))

@@ -20,9 +20,7 @@ _HEADROOM = 4 << 20
 Dimension: TypeAlias = Literal["parallel", "arbitrary"]
 
 
-def compiler_params(
-    target: Target, *dimensions: Dimension, vmem: int | None = None
-) -> dict[str, Any]:
+def compiler_params(target: Target, *dimensions: Dimension) -> dict[str, Any]:
     """Arguments of ``pallas_call`` for a target: the grid's semantics, or how it is interpreted."""
     if target == "host":
         return {"interpret": True}
@@ -36,6 +34,6 @@ def compiler_params(
         return {"interpret": pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)}
     return {
         "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=dimensions, vmem_limit_bytes=vmem or VMEM_BYTES - _HEADROOM
+            dimension_semantics=dimensions, vmem_limit_bytes=VMEM_BYTES - _HEADROOM
         )
     }

@@ -16,15 +16,12 @@ from jax.sharding import Mesh, NamedSharding
 from ml4core.api import IndexerSpec, LayerSpec, MoESpec, RopeSpec, SSMaxSpec
 from ml4core_tpu.aot import Case
 from ml4core_tpu.aot_cases import (
-    CONTEXT_PAGES,
     EXPERT_WIDTH,
     EXPERTS,
     HEADS,
     HIDDEN,
     INDEX_HEADS,
     LATENT,
-    PAGE,
-    PAGES,
     ROPE,
     TOPK,
     array,
@@ -40,33 +37,44 @@ from ml4core_tpu.kernels.layer.mesh import (
 from ml4core_tpu.kernels.rows import Rows
 
 NOPE, VALUE, INDEX_DIM, ROUTED = 64, 128, 128, 4
-REQUESTS = 256
+DENSE_WIDTH = 16_384
+REQUESTS = 128
+PAGE, PAGES, CONTEXT_PAGES = 1024, 1024, 1024
+"""Tokens a page, pages of a pool, and pages of a request, which is the published context: what a
+session on a TPU takes by default, as with ``REQUESTS`` and the last of ``ROWS``.
+"""
 VOCABULARY = 131_072
-WANTED = (8, 256)
+WANTED = (8, 128)
 """Requests whose logits are wanted: the smallest bucket and the largest."""
-ROWS = (16, 256, 2048)
-"""Of a data rank: the smallest bucket, a middle one, and the largest of 2,048 rows a step."""
+ROWS = (16, 256, 8192)
+"""Of a data rank: the smallest bucket, a middle one, and the largest."""
+PUBLISHED_EXPERTS = "fp8_block"
+"""Format of the published model's experts."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer: whether it has rope, a latent of its own, and an index of its own."""
+    """A kind of layer: whether it has rope, latents and an index of its own, and experts."""
 
     name: str
     rope: bool = True
     owns_latent: bool = True
     owns_index: bool = True
+    moe: bool = True
 
 
 KINDS = (
     Kind("owner"),
     Kind("sharer", owns_index=False),
+    Kind("nope owner", rope=False),
     Kind("nope consumer", rope=False, owns_latent=False),
+    Kind("dense", moe=False),
 )
+"""All five of the published model."""
 
 
 def published_layer(kind: Kind) -> LayerSpec:
-    """A layer of Mistral Large 4 with experts, as the model's table has it."""
+    """A layer of Mistral Large 4, as the model's table has it."""
     rope = ROPE if kind.rope else 0
     return LayerSpec(
         index=1,
@@ -84,18 +92,19 @@ def published_layer(kind: Kind) -> LayerSpec:
         kv_source=1 if kind.owns_latent else 0,
         topk_source=1 if kind.owns_index else 0,
         indexer=IndexerSpec(INDEX_HEADS, INDEX_DIM, TOPK, rope) if kind.owns_index else None,
-        dense_width=None,
-        moe=MoESpec(EXPERTS, ROUTED, EXPERT_WIDTH, EXPERT_WIDTH),
+        dense_width=None if kind.moe else DENSE_WIDTH,
+        moe=MoESpec(EXPERTS, ROUTED, EXPERT_WIDTH, EXPERT_WIDTH) if kind.moe else None,
     )
 
 
 def model_cases(mesh: Mesh) -> Iterator[Case]:
-    """Each kind of layer at the smallest bucket, an owner of all at each, and what stands around
-    layers: a step is the embedding, the layers in turn, and the logits of wanted rows.
+    """Each kind of layer at the smallest bucket, an owner at each and with NVFP4 experts, and what
+    stands around layers: a step is the embedding, the layers in turn, and logits of wanted rows.
     """
     for kind in KINDS:
         for rows in ROWS if kind is KINDS[0] else ROWS[:1]:
             yield layer_case(mesh, kind, rows)
+    yield layer_case(mesh, KINDS[0], ROWS[0], experts="nvfp4")
     yield ends_case(mesh, ROWS[0], WANTED[0])
     yield ends_case(mesh, ROWS[-1], WANTED[-1])
 
@@ -132,9 +141,15 @@ def _placed(mesh: Mesh, arguments: Any, specs: Any) -> Any:
     )
 
 
-def layer_case(mesh: Mesh, kind: Kind, rows: int, pages: int = PAGES) -> Case:
-    """One layer on ``rows`` rows of each data rank, with NVFP4 experts and FP8 for the rest, and
-    pools of ``pages`` pages.
+def layer_case(
+    mesh: Mesh,
+    kind: Kind,
+    rows: int,
+    pages: int = PAGES,
+    experts: str = PUBLISHED_EXPERTS,
+) -> Case:
+    """One layer on ``rows`` rows of each data rank, in FP8 but for ``experts`` of another format
+    (``nvfp4``), and pools of ``pages`` pages.
     """
     data, tensor = mesh.devices.shape
     layer = published_layer(kind)
@@ -146,7 +161,7 @@ def layer_case(mesh: Mesh, kind: Kind, rows: int, pages: int = PAGES) -> Case:
     norm = array((HIDDEN,), "bfloat16")
     chosen = None if kind.owns_index else _chosen(data * rows)
     arguments = (
-        layer_weights(kind, data * tensor),
+        layer_weights(kind, data * tensor, experts),
         _step(data, rows),
         _caches(data * pages, kind),
         residual,
@@ -157,7 +172,7 @@ def layer_case(mesh: Mesh, kind: Kind, rows: int, pages: int = PAGES) -> Case:
     program = jax.jit(mapped_layer(form, mesh, arguments), donate_argnums=2)
     placed = _placed(mesh, arguments, argument_specs(arguments))
     return Case(
-        f"layer/{kind.name}/{rows} rows",
+        f"layer/{kind.name}/{rows} rows" + ("" if experts == PUBLISHED_EXPERTS else f"/{experts}"),
         program,
         placed,
         least_bytes=_least_bytes(arguments[0], kind, data, tensor, rows),
@@ -166,7 +181,7 @@ def layer_case(mesh: Mesh, kind: Kind, rows: int, pages: int = PAGES) -> Case:
     )
 
 
-def layer_weights(kind: Kind, devices: int) -> dict[str, Any]:
+def layer_weights(kind: Kind, devices: int, experts: str = PUBLISHED_EXPERTS) -> dict[str, Any]:
     """Weights of a layer, those of all devices together."""
     rope = ROPE if kind.rope else 0
     weights: dict[str, Any] = {
@@ -177,13 +192,20 @@ def layer_weights(kind: Kind, devices: int) -> dict[str, Any]:
         "w_uk": _bf16(HEADS, LATENT, NOPE),
         "w_uv": _bf16(HEADS, VALUE, LATENT),
         "wo": _fp8(HIDDEN, HEADS * VALUE),
-        "gate": array((EXPERTS, HIDDEN), "float32"),
-        "shared_w13": _fp8(2 * EXPERT_WIDTH, HIDDEN),
-        "shared_w2": _fp8(HIDDEN, EXPERT_WIDTH),
-        "experts_w13": _nvfp4(2 * EXPERT_WIDTH, HIDDEN),
-        "experts_w2": _nvfp4(HIDDEN, EXPERT_WIDTH),
         "first_expert": array((devices,), "int32"),
     }
+    if kind.moe:
+        stack = _nvfp4 if experts == "nvfp4" else _fp8
+        weights |= {
+            "gate": array((EXPERTS, HIDDEN), "float32"),
+            "shared_w13": _fp8(2 * EXPERT_WIDTH, HIDDEN),
+            "shared_w2": _fp8(HIDDEN, EXPERT_WIDTH),
+            "experts_w13": stack(2 * EXPERT_WIDTH, HIDDEN, EXPERTS),
+            "experts_w2": stack(HIDDEN, EXPERT_WIDTH, EXPERTS),
+        }
+    else:
+        weights["dense_w13"] = _fp8(2 * DENSE_WIDTH, HIDDEN)
+        weights["dense_w2"] = _fp8(HIDDEN, DENSE_WIDTH)
     if rope:
         weights["freq"] = array((2, rope // 2), "int32")
     if kind.owns_latent:
@@ -201,21 +223,21 @@ def layer_weights(kind: Kind, devices: int) -> dict[str, Any]:
     return weights
 
 
-def _fp8(rows: int, columns: int) -> Matrix:
-    scale = array((-(-rows // 128), -(-columns // 128)), "float32")
-    return Matrix({"data": array((rows, columns), "uint8"), "scale": scale}, "fp8_block")
+def _fp8(rows: int, columns: int, *stack: int) -> Matrix:
+    scale = array((*stack, -(-rows // 128), -(-columns // 128)), "float32")
+    return Matrix({"data": array((*stack, rows, columns), "uint8"), "scale": scale}, "fp8_block")
 
 
 def _bf16(*shape: int) -> Matrix:
     return Matrix({"data": array(shape, "bfloat16")}, "bf16")
 
 
-def _nvfp4(rows: int, columns: int) -> Matrix:
+def _nvfp4(rows: int, columns: int, *stack: int) -> Matrix:
     """Packed as ``expert_weights`` does."""
     parts = {
-        "data": array((EXPERTS, columns // 2, rows), "uint8"),
-        "scale": array((EXPERTS, columns // 16, rows), "uint8"),
-        "row_scale": array((EXPERTS, 1, rows), "float32"),
+        "data": array((*stack, columns // 2, rows), "uint8"),
+        "scale": array((*stack, columns // 16, rows), "uint8"),
+        "row_scale": array((*stack, 1, rows), "float32"),
     }
     return Matrix(parts, "x-ml4core-tpu/nvfp4")
 
@@ -242,11 +264,12 @@ def _chosen(rows: int) -> Chosen:
 
 def _least_bytes(weights: Mapping[str, Any], kind: Kind, data: int, tensor: int, rows: int) -> int:
     """What one device has to move: its weights, the keys that each row looks at, and its rows."""
-    experts = sum(nbytes(weights[name]) for name in ("experts_w13", "experts_w2"))
+    experts = sum(nbytes(value) for name, value in weights.items() if name.startswith("experts_"))
     # Rows that meet its experts on average; of an expert without any nothing is moved.
     touched = 1 - (1 - ROUTED / EXPERTS) ** (data * rows)
     cut = sum(nbytes(weights[name]) for name in ("wq", "w_uk", "w_uv", "wo"))
-    cut += sum(nbytes(weights[name]) for name in ("shared_w13", "shared_w2"))
+    block = "shared" if kind.moe else "dense"
+    cut += sum(nbytes(weights[f"{block}_{name}"]) for name in ("w13", "w2"))
     whole = sum(map(nbytes, weights.values())) - experts - cut
     latents = rows * TOPK * (LATENT + (4 * 128 if kind.rope else 0))
     requests = min(rows, REQUESTS)
@@ -261,14 +284,15 @@ def _flops(kind: Kind, data: int, tensor: int, rows: int) -> int:
     rope = ROPE if kind.rope else 0
     heads = HEADS // tensor
     cut = heads * (NOPE + rope + VALUE) * HIDDEN + heads * LATENT * (NOPE + VALUE)
-    cut += 3 * HIDDEN * EXPERT_WIDTH // tensor + EXPERTS * HIDDEN * data
+    cut += 3 * HIDDEN * (EXPERT_WIDTH if kind.moe else DENSE_WIDTH) // tensor
     cut += (LATENT + rope) * HIDDEN if kind.owns_latent else 0
     cut += heads * TOPK * (2 * LATENT + rope)
     if kind.owns_index:
         cut += (INDEX_HEADS + 1) * INDEX_DIM * HIDDEN
         cut += INDEX_HEADS * INDEX_DIM * CONTEXT_PAGES * PAGE
-    routed = ROUTED * 3 * HIDDEN * EXPERT_WIDTH // tensor
-    return 2 * rows * (cut + routed)
+    if kind.moe:
+        cut += EXPERTS * HIDDEN * data + ROUTED * 3 * HIDDEN * EXPERT_WIDTH // tensor
+    return 2 * rows * cut
 
 
 def nbytes(value: Any) -> int:

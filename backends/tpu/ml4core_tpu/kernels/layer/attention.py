@@ -13,12 +13,16 @@ from ml4core_tpu.kernels.cache_write import write_latents
 from ml4core_tpu.kernels.layer.form import Caches, Chosen, Form, Step, Weights
 from ml4core_tpu.kernels.layer.indexer import index_inputs, select
 from ml4core_tpu.kernels.layer.products import gemm, head_gemm
-from ml4core_tpu.kernels.layer.tiling import tile_rows, tiles_of
+from ml4core_tpu.kernels.layer.tiling import by_chunks, chunk_of, tile_rows, tiles_of
 from ml4core_tpu.kernels.norms import added, rms_norm
 from ml4core_tpu.kernels.positions import angles, rope, ssmax
 from ml4core_tpu.kernels.row_write import write_rows
+from ml4core_tpu.kernels.rows import LANES
 from ml4core_tpu.kernels.sparse_mla import sparse_mla
 from ml4core_tpu.kernels.window_mla import window_mla
+
+_TABLE_BYTES = 512 << 10
+"""Of the scalar memory, which is 1 MiB, for tables of the tiles that are there at once."""
 
 
 class Inputs(NamedTuple):
@@ -97,21 +101,8 @@ def attend(
     rows, scale, target = form.latents, form.layer.softmax_scale, form.target
     parts = _values(caches.latents)
     if chosen is None:
-        each = tile_rows(q.shape[0])
-        tiles = tiles_of(step.latent_table, step.query_start, q.shape[0], each)
-        found = window_mla(
-            q,
-            parts,
-            caches.scale,
-            *tiles,
-            step.visible,
-            rows=rows,
-            max_rows=each,
-            scale=scale,
-            window=None,
-            target=target,
-        )
-    elif rows.kind == "tiles":
+        return _attend_all(form, step, caches.scale, parts, q)
+    if rows.kind == "tiles":
         ropes = parts[1] if len(parts) > 1 else None
         given = (q, parts[0], ropes, caches.scale, chosen.slots, chosen.lens)
         found = sparse_mla(*given, scale=scale, target=target)
@@ -119,6 +110,39 @@ def attend(
         slots = (q, parts, caches.scale, chosen.slots, chosen.lens)
         found = gathered_mla.sparse_mla(*slots, rows=rows, scale=scale)
     return found[0]
+
+
+def _attend_all(
+    form: Form, step: Step, scale: jax.Array, parts: tuple[jax.Array, ...], q: jax.Array
+) -> jax.Array:
+    """The same over all that a row sees, for some rows at a time: tables of their tiles lie in the
+    scalar memory.
+    """
+    requests, pages = step.latent_table.shape
+    # Each tile has a row of the table, and its first and last page, all of whole lanes.
+    line = 4 * LANES * (-(-pages // LANES) + 2)
+    chunk = chunk_of(q.shape[0], requests, lambda tiles, each: tiles * line <= _TABLE_BYTES)
+    each = tile_rows(chunk)
+
+    def some(first: jax.Array) -> jax.Array:
+        """Of ``chunk`` rows from ``first`` on."""
+        mine, visible = (lax.dynamic_slice_in_dim(x, first, chunk) for x in (q, step.visible))
+        starts = jnp.clip(step.query_start - first, 0, chunk)
+        found = window_mla(
+            mine,
+            parts,
+            scale,
+            *tiles_of(step.latent_table, starts, chunk, each),
+            visible,
+            rows=form.latents,
+            max_rows=each,
+            scale=form.layer.softmax_scale,
+            window=None,
+            target=form.target,
+        )
+        return found[0]
+
+    return by_chunks(some, q.shape[0], chunk)
 
 
 def attention(

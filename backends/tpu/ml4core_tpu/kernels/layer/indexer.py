@@ -10,7 +10,7 @@ from ml4core_tpu.kernels.cache_write import write_index_keys
 from ml4core_tpu.kernels.index_scores import index_scores
 from ml4core_tpu.kernels.layer.form import Caches, Chosen, Form, Step, Weights
 from ml4core_tpu.kernels.layer.products import gemm
-from ml4core_tpu.kernels.layer.tiling import tile_count, tile_rows, tiles_of
+from ml4core_tpu.kernels.layer.tiling import by_chunks, chunk_of, tile_rows, tiles_of
 from ml4core_tpu.kernels.norms import hadamard, layer_norm
 from ml4core_tpu.kernels.positions import rope, ssmax, to_slots
 from ml4core_tpu.kernels.row_write import write_rows
@@ -18,8 +18,6 @@ from ml4core_tpu.kernels.topk import topk
 
 _SCORE_BYTES = 256 << 20
 """Of the scores that are there at once, those of tiles without rows, too."""
-
-_LEAST_CHUNK = 16
 
 Turned = tuple[jax.Array, jax.Array] | None
 
@@ -76,14 +74,12 @@ def select(form: Form, step: Step, caches: Caches, q: jax.Array, weights: jax.Ar
     if keys.ndim == 3:
         keys = lax.bitcast_convert_type(keys, jnp.float32)
     rows, columns = q.shape[0], step.index_table.shape[1] * page
-    requests, chunk = step.index_table.shape[0], rows
+    requests = step.index_table.shape[0]
 
-    def cells(rows: int) -> int:
-        each = tile_rows(rows)
-        return each * tile_count(rows, requests, each)
+    def fits(tiles: int, each: int) -> bool:
+        return tiles * each * columns * 4 <= _SCORE_BYTES
 
-    while chunk > _LEAST_CHUNK and cells(chunk) * columns * 4 > _SCORE_BYTES:
-        chunk = -(-chunk // 2)
+    chunk = chunk_of(rows, requests, fits)
     each = tile_rows(chunk)
 
     def some(first: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -96,16 +92,7 @@ def select(form: Form, step: Step, caches: Caches, q: jax.Array, weights: jax.Ar
         )
         return topk(scores, mine[2], k=spec.topk, target=form.target)
 
-    count = -(-rows // chunk)
-    if count == 1:
-        positions, lens, has_nan = some(jnp.int32(0))
-    else:
-        # The last chunk begins where a whole one still fits: its first rows come twice.
-        firsts = jnp.minimum(jnp.arange(count, dtype=jnp.int32) * chunk, rows - chunk)
-        parts = lax.map(some, firsts)
-        row = jnp.arange(rows, dtype=jnp.int32)
-        at = jnp.minimum(row // chunk, count - 1)
-        positions, lens, has_nan = (part[at, row - firsts[at]] for part in parts)
+    positions, lens, has_nan = by_chunks(some, rows, chunk)
     latent_page = caches.latents[0].shape[1]
     slots = to_slots(positions, step.latent_table, step.request, latent_page)
     return Chosen(positions, lens, slots, has_nan)

@@ -34,7 +34,9 @@ _ROWS = frozenset({"wq", "wq_b", "shared_w13", "dense_w13"})
 """Cut along rows: heads, or the inner widths of each rank, gate over up."""
 _COLUMNS = frozenset({"wo", "shared_w2", "dense_w2"})
 _HEADS = frozenset({"w_uk", "w_uv", "ssmax_scale", "ssmax_bias"})
-_EXPERTS = frozenset({"experts_w13", "experts_w2"})
+EXPERTS = frozenset({"experts_w13", "experts_w2"})
+GATED = frozenset({"shared_w13", "dense_w13", "experts_w13"})
+"""Rows of gate over up."""
 
 
 def mesh_of(devices: list[Any], data: int, tensor: int) -> Mesh:
@@ -68,7 +70,7 @@ def weight_specs(weights: Mapping[str, Any], by_width: bool = False) -> dict[str
                 return PartitionSpec(BOTH)
             return PartitionSpec(TENSOR) if name in _HEADS else PartitionSpec()
         packed = value.format.startswith(PACKED)
-        axis, over = _cut(name, packed, by_width)
+        axis, over = cut_of(name, packed, by_width)
 
         def part_spec(key: str, part: Any) -> PartitionSpec:
             # A scale of a whole matrix, or of its rows, has no axis to be cut along columns.
@@ -81,9 +83,11 @@ def weight_specs(weights: Mapping[str, Any], by_width: bool = False) -> dict[str
     return {name: spec(name, value) for name, value in weights.items()}
 
 
-def _cut(name: str, packed: bool, by_width: bool) -> tuple[int, Any]:
-    """The axis along which parts of a matrix are cut, and over which axes of the mesh."""
-    if name in _EXPERTS:
+def cut_of(name: str, packed: bool, by_width: bool) -> tuple[int, Any]:
+    """The axis along which parts of a matrix are cut, and over which axes of the mesh, if any.
+    ``packed``: of experts that lie as their kernel reads them.
+    """
+    if name in EXPERTS:
         if not by_width:
             return 0, BOTH
         # What is packed lies transposed.

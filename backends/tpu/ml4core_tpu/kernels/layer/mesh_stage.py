@@ -15,14 +15,14 @@ import torch
 from jax.sharding import Mesh
 from torch import Tensor
 
-from ml4core.api import KVCache, LayerSpec, Weight
+from ml4core.api import KVCache, LayerSpec, Refused, Weight
 from ml4core_tpu.buckets import Buckets
 from ml4core_tpu.kernels.layer.arrays import weights_of
+from ml4core_tpu.kernels.layer.cuts import cut_refusals
 from ml4core_tpu.kernels.layer.form import Form
 from ml4core_tpu.kernels.layer.mesh import argument_specs, local_layer, mapped_layer
 from ml4core_tpu.kernels.layer.placing import Placing
 from ml4core_tpu.kernels.layer.stage import LayerPrograms
-from ml4core_tpu.kernels.target import Target
 from ml4core_tpu.programs import Programs
 
 
@@ -30,22 +30,22 @@ class MeshPrograms(LayerPrograms):
     """Layers of a session whose devices are this process's row of a mesh [data, tensor]."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        by_width: bool,
-        programs: Programs,
-        buckets: Buckets,
-        act: str = "",
-        target: Target = "host",
+        self, mesh: Mesh, by_width: bool, programs: Programs, buckets: Buckets, act: str = ""
     ) -> None:
         """``by_width``: of routed experts each rank has a part, in place of some whole ones."""
-        super().__init__(programs, buckets, act, target)
+        super().__init__(programs, buckets, act)
         self._placing = Placing(mesh, by_width)
 
     @property
     def parts_of_experts(self) -> int:
         """Into which a process's experts are cut by width."""
         return self._placing.tensor if self._placing.by_width else 1
+
+    def check(self, layer: LayerSpec, weights: Mapping[str, Tensor | Weight]) -> None:
+        """Raises ``Refused`` for weights, as core gives them, that can't be cut over the ranks."""
+        placing = self._placing
+        if reasons := [*cut_refusals(layer, weights, placing.tensor, placing.by_width)]:
+            raise Refused(reasons, what="this cut of the weights")
 
     def place(
         self, layer: LayerSpec, weights: Mapping[str, Tensor | Weight]

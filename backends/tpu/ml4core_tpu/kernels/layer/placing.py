@@ -14,11 +14,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ml4core_tpu.kernels.layer.form import Matrix
-from ml4core_tpu.kernels.layer.mesh import BOTH, DATA, TENSOR, ranked_rows, weight_specs
+from ml4core_tpu.kernels.layer.mesh import (
+    BOTH,
+    DATA,
+    EXPERTS,
+    GATED,
+    TENSOR,
+    ranked_rows,
+    weight_specs,
+)
 from ml4core_tpu.kernels.layer.products import PACKED
-
-_GATED = ("shared_w13", "dense_w13")
-"""Rows of gate over up, which are cut."""
 
 
 class Placing:
@@ -73,7 +78,8 @@ class Placing:
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         """A layer's weights, as ``weights_of`` gives them, cut over this process's devices. Experts
         that are packed and cut by width are those of ``packed_by_width``. ``first_expert`` is of
-        this data rank. ``ValueError``, naming the weight, for one that doesn't divide.
+        this data rank. ``ValueError``, naming the weight, for one that doesn't divide;
+        blocks that would be cut are told by ``cut_refusals``, before.
         """
         specs = weight_specs(weights, self.by_width)
 
@@ -81,7 +87,8 @@ class Placing:
             if not isinstance(value, Matrix):
                 return self.cut(value, specs[name])
             packed = value.format.startswith(PACKED)
-            gated = name in _GATED or (name == "experts_w13" and self.by_width and not packed)
+            whole = name in EXPERTS and (packed or not self.by_width)
+            gated = name in GATED and not whole
             parts = {
                 key: self.cut(self._gated(part, spec) if gated else part, spec)
                 for (key, part), spec in zip(

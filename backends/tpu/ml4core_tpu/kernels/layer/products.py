@@ -80,11 +80,23 @@ def experts(
     given = (weights, ids, first[0])
     if w13.format == w2.format and w13.format.startswith(PACKED):
         fp4 = NVFP4 if w13.format.endswith("nvfp4") else MXFP4
-        stacks = (_packed(w13), _packed(w2))
-        return moe.fp4_moe(x, *stacks, *given, fp4=fp4, target=form.target, total=total)
-    quantize = form.act == "fp8_tensor" and x.dtype == jnp.bfloat16
-    quantize = quantize and {w13.format, w2.format} <= set(_FP8)
-    return moe.wide_moe(x, decoded(w13), decoded(w2), *given, quantize=quantize)
+        packed = (_packed(w13), _packed(w2))
+        return moe.fp4_moe(x, *packed, *given, fp4=fp4, target=form.target, total=total)
+    if {w13.format, w2.format} <= set(_FP8):
+        quantize = form.act == "fp8_tensor" and x.dtype == jnp.bfloat16
+        stacks = (_blocks(w13), _blocks(w2))
+        return moe.fp8_moe(x, *stacks, *given, quantize=quantize, target=form.target, total=total)
+    return moe.wide_moe(x, decoded(w13), decoded(w2), *given)
+
+
+def _blocks(weight: Matrix) -> tuple[jax.Array, jax.Array]:
+    """Codes [E, N, K] and a scale for each block; of a matrix that has one scale, that."""
+    data, scale = weight.data, weight.parts["scale"]
+    if weight.format == "fp8_tensor":
+        held, rows, columns = data.shape
+        blocks = (held, -(-rows // BLOCK), -(-columns // BLOCK))
+        scale = jnp.broadcast_to(scale.reshape(-1, 1, 1), blocks)
+    return data, scale.astype(jnp.float32)
 
 
 def _packed(weight: Matrix) -> tuple[jax.Array, jax.Array, jax.Array]:

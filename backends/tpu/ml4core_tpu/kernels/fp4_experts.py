@@ -78,7 +78,7 @@ class Fp4:
         code = scale[0].astype(jnp.int32)
         scales[...] = e4m3_words(code) if self.scale == "e4m3" else e8m0_values(code)
 
-        def operand(codes: jax.Array, first: jax.Array, mine: pl.Slice) -> jax.Array:
+        def operand(codes: jax.Array, first: jax.Array, mine: Any) -> jax.Array:
             """[half, columns] of codes, with the scales from row ``first`` on."""
             known = scales[pl.ds(first, HALF), mine]
             values = e2m1_values(codes).reshape(HALF, self.group, columns) * known[:, None, :]

@@ -169,29 +169,13 @@ def _parts(
         return *found, ahead
     q = q if q.stride(-1) == 1 else q.contiguous()
     slots = slots if slots.stride(-1) == 1 else slots.contiguous()
+    given = q, cache, latent_rows(cache), slots, lens, scale, sizes.cut(keys)
     if sizes.form == 2:
         from ml4core_cuda.kernels import warp_mla
 
-        found = warp_mla.launch(
-            q,
-            cache,
-            latent_rows(cache),
-            slots,
-            lens,
-            scale,
-            sizes.cut(keys),
-            heads=sizes.heads,
-            ahead=ahead,
-        )
-        return *found, True
+        return *warp_mla.launch(*given, heads=sizes.heads, ahead=ahead), True
     found = tile_mla.launch(
-        q,
-        cache,
-        latent_rows(cache),
-        slots,
-        lens,
-        scale,
-        sizes.cut(keys),
+        *given,
         heads=sizes.heads,
         keys=sizes.keys,
         warps=sizes.warps,

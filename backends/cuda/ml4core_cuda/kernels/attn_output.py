@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import LayerSpec, Weight
+from ml4core_cuda.kernels import row_turns
 from ml4core_cuda.kernels.gemm import row_tiling
 from ml4core_cuda.kernels.prefetch import prefetch_rows
 from ml4core_cuda.kernels.row_sums import TOGETHER, row_sum
@@ -103,8 +104,11 @@ def attn_rows(w: Weights, layer: LayerSpec, out: Tensor) -> Tensor:
     )  # fmt: skip
     wo: Weight = w["wo"]
     matrix = weight_args(wo)
-    plan = row_tiling(matrix.rows, matrix.columns, len(values), units)
     found = torch.empty(len(values), matrix.rows, dtype=torch.float32, device=out.device)
+    if row_turns.serves(values, matrix):
+        row_turns.row_product(values, matrix, found, ahead=True)
+        return found
+    plan = row_tiling(matrix.rows, matrix.columns, len(values), units)
     _rows_kernel[(triton.cdiv(matrix.rows, plan.columns), len(values))](
         values, matrix.data, matrix.scale, matrix.row_scale, found, matrix.rows, matrix.columns,
         BN=plan.columns, BK=plan.block, FORMAT=matrix.format, STAGES=plan.stages,

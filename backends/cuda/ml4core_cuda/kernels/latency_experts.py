@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import MoESpec
+from ml4core_cuda.kernels import short_experts
 from ml4core_cuda.kernels.gemm import RowTiling, row_tiling
 from ml4core_cuda.kernels.moe_row import shape_key
 from ml4core_cuda.kernels.prefetch import prefetch_rows
@@ -205,6 +206,12 @@ def expert_rows(
     """The weighted sum of each row's experts and of the shared one, fp32 [T, H]."""
     (w13, w2), (s13, s2) = experts, shared
     rows, units, count = len(hidden), units_of(hidden.device), moe.topk + 1
+    out = torch.empty(rows, w2.rows, dtype=torch.float32, device=hidden.device)
+    if short_experts.serves(hidden, w13, w2, count):
+        short_experts.launch(
+            hidden, w13, w2, shared, logits, None, out, count=count, moe=moe, ahead=True
+        )
+        return out
 
     def sizes(part: str, one: WeightArgs, columns: int, matrices: int) -> RowTiling:
         default = row_tiling(columns, one.columns, matrices * rows, units)
@@ -227,7 +234,6 @@ def expert_rows(
         WHOLE=w2.columns % K_TILE == 0, num_warps=plan.warps,
         maxnreg=most_registers(plan.warps), **named,
     )  # fmt: skip
-    out = torch.empty(rows, w2.rows, dtype=torch.float32, device=hidden.device)
     plan = sizes("outer", w2, w2.rows, 1)
     _outer_kernel[(triton.cdiv(w2.rows, plan.columns), rows)](
         inner, logits, w2.data, w2.scale, s2.data, s2.scale, out, w2.rows, w2.columns,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ml4core_cuda.kernels import moe_fp4
+from ml4core_cuda.kernels import moe_fp4, short_experts
 from ml4core_cuda.kernels.expert_matrix import expert_matrix
 from ml4core_cuda.kernels.gemm import RowTiling, row_tiling
 from ml4core_cuda.kernels.prefetch import prefetch_rows
@@ -134,6 +134,12 @@ def rows_apart(
     """
     if moe_fp4.serves(x, w13, w2):
         moe_fp4.rows_apart(x, w13, w2, shared, weights, ids, first_expert, out, ahead=ahead)
+        return
+    if short_experts.serves(x, w13, w2, ids.shape[1]):
+        short_experts.launch(
+            x, w13, w2, shared, weights, ids, out, count=ids.shape[1], first_expert=first_expert,
+            ahead=ahead,
+        )  # fmt: skip
         return
     (rows, topk), units, name = ids.shape, units_of(x.device), device_name(x.device)
 

@@ -43,6 +43,18 @@ def fp4_case(format: str, group: int) -> tuple[Callable[..., Any], list[Any]]:
     return torch_products.fp4_experts, [normal(2, 128), *matrices, *choices, 1, format]
 
 
+def fp8_experts_case() -> tuple[Callable[..., Any], list[Any]]:
+    """Experts 1 and 2, and one that lies on another rank."""
+
+    def stack(rows: int, width: int) -> list[torch.Tensor]:
+        codes = torch.randint(0, 0x7F, (3, rows, width), generator=DRAW, dtype=torch.uint8)
+        return [codes, normal(3, rows // 128, width // 128).abs() / 64]
+
+    choices = normal(2, 2).abs(), torch.tensor([[1, 2], [2, 4]])
+    given = [normal(2, 128), stack(256, 128), stack(128, 128), *choices, 1, False]
+    return torch_products.fp8_experts, given
+
+
 def cases() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
     """By op, and a form of it."""
     scale = torch.tensor([0.5])
@@ -116,9 +128,10 @@ def cases() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
             torch_products.wide_experts,
             [
                 *(normal(2, 64), normal(3, 64, 64), normal(3, 64, 32), normal(2, 2).abs()),
-                *(experts, 0, False),
+                *(experts, 0),
             ],
         ),
+        "fp8_experts": fp8_experts_case(),
         "fp4_experts, nvfp4": fp4_case("nvfp4", 16),
         "fp4_experts, mxfp4": fp4_case("mxfp4", 32),
     }

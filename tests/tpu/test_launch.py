@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from ml4core.cli import main
 from ml4core.engine.args import EngineArgs
+from ml4core.models.seeded import make_seeded
 from ml4core.planning.launch import Launch, judge
 from ml4core_tpu.commands import app
 from ml4core_tpu.driver import find_chips
@@ -57,6 +59,25 @@ def test_a_dry_run_tells_memory_and_programs_of_a_device() -> None:
     assert list(launch.programs["tokens"])[:10] == [16 << power for power in range(10)]
     assert len(launch.programs["tokens"]) == 11
     assert list(launch.programs["page_table"]) == [128, 1024]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_cut_through_blocks_is_told_before_a_launch(tmp_path: Path, whole: bool) -> None:
+    """By the tensor ranks that the one session of a host drives, and with what would work."""
+    folder = make_seeded(
+        tmp_path / "odd", format="fp8_block", layers=2, hidden=128, heads=4, nope_dim=64, v_dim=120,
+        nope_every=None, topk=16, index_heads=2, dense_width=512, experts=8, experts_per_token=2,
+        expert_width=512, vocab=512, yarn_original=64,
+    )  # fmt: skip
+    asked = EngineArgs(
+        str(folder), backend="tpu", enable_expert_parallel=whole,
+        additional_config={"device": "interpreted"},
+    )  # fmt: skip
+    assert not judge(asked, {}).refusals
+    (refusal,) = judge(replace(asked, tensor_parallel_size=2), {}).refusals
+    assert refusal.subject == "--tensor-parallel-size"
+    assert "2 cuts the 480 columns of wo to 240, and fp8_block has a scale for 128" in str(refusal)
+    assert "works: 1" in str(refusal)
 
 
 def call(*words: str) -> tuple[int, str]:

@@ -21,15 +21,17 @@ from ml4core.api import (
 )
 from ml4core_tpu.buckets import buckets_of
 from ml4core_tpu.capabilities import SERVED, capabilities
-from ml4core_tpu.compilation import compilation_refusals
+from ml4core_tpu.compilation import compilation_refusals, stays_on_devices
 from ml4core_tpu.driver import Chip, find_chips
 from ml4core_tpu.layouts import layouts_for
 from ml4core_tpu.libraries import INSTALL, find_libtpu, find_optional, find_runtime
 from ml4core_tpu.release import release
 from ml4core_tpu.runtimes import SWITCHES, runtime_of, runtime_reasons, runtime_refusals
 
-_HBM_BYTES = int(94.75 * 2**30)
-"""What the compiler has of one of the two devices that a tpu7x chip is."""
+HBM_BYTES = int(94.75 * 2**30)
+"""What the compiler has of one of the devices that a tpu7x chip is."""
+PER_CHIP = 2
+"""Devices that a tpu7x chip is: one for each of its cores."""
 _INTERPRETED = '--additional-config \'{"device": "interpreted"}\''
 
 
@@ -40,7 +42,7 @@ class TpuBackend:
 
     name = "tpu"
     priority = 100
-    reference_device = Device("real", "TPU v7x", "tpu7x", "xla", memory_bytes=_HBM_BYTES)
+    reference_device = Device("real", "TPU v7x", "tpu7x", "xla", memory_bytes=HBM_BYTES)
 
     def probe(self) -> Probe:
         """Every fact is gathered, so one run shows all that is missing."""
@@ -57,6 +59,9 @@ class TpuBackend:
         details = {"libraries": ", ".join(one for one in found if one), "ml4core-tpu": release()}
         details |= {f"runtime {name}": text for name, text in runtime_reasons().items()}
         devices: list[Device] = []
+        if jax and not (driver_faults or libtpu_faults):
+            served = sum(chip.arch in SERVED for chip in chips)
+            devices += [_tpu(index, details) for index in range(PER_CHIP * served)]
         if jax:
             name = "Pallas kernels interpreted by XLA on the host"
             devices.append(Device("interpreted", name, "tpu7x", "cpu", details=details))
@@ -65,7 +70,6 @@ class TpuBackend:
             (
                 *driver_faults,
                 *(_too_far(chip) for chip in chips if chip.arch not in SERVED),
-                *(_no_steps(chip) for chip in chips if chip.arch in SERVED),
                 *runtime_faults,
                 *libtpu_faults,
             ),
@@ -88,7 +92,7 @@ class TpuBackend:
 
     def open(self, deployment: Deployment) -> Session:
         reasons = [
-            *_device_refusals(deployment.device),
+            *_device_refusals(deployment),
             *runtime_refusals(deployment),
             *compilation_refusals(deployment),
             *undeclared(deployment.needs, capabilities(deployment.device), self.name),
@@ -96,22 +100,39 @@ class TpuBackend:
         ]
         if reasons:
             raise Refused(reasons, what=f"--backend {self.name}")
+        if stays_on_devices(deployment):
+            from ml4core_tpu.resident_session import ResidentSession
+
+            return ResidentSession(deployment, runtime_of(deployment))
         from ml4core_tpu.session import TpuSession
 
         return TpuSession(deployment, runtime_of(deployment))
 
 
-def _device_refusals(device: Device) -> tuple[Refusal, ...]:
-    """Why the device can't be used from this process."""
+def _device_refusals(deployment: Deployment) -> tuple[Refusal, ...]:
+    """Why the devices can't be used from this process."""
+    device = deployment.device
     if device.kind == "interpreted" and device.arch in SERVED:
         return find_runtime()[1]
     if device.kind == "real" and device.arch in SERVED:
         chips, faults = find_chips()
-        libtpu_faults = find_libtpu(chips)[1] if chips else ()
-        return (*faults, *(_no_steps(chip) for chip in chips), *libtpu_faults)
+        if not chips:
+            return faults
+        others = tuple(_too_far(chip) for chip in chips if chip.arch not in SERVED)
+        few = _too_few(deployment, PER_CHIP * len(chips))
+        return (*faults, *others, *few, *find_libtpu(chips)[1])
     reason = f"{device.name} is a {device.kind} device of architecture {device.arch!r}"
     remedy = f"a chip of {', '.join(sorted(SERVED))}; or a device of kind interpreted"
     return (Refusal("tpu", "device", reason, remedy),)
+
+
+def _too_few(deployment: Deployment, count: int) -> tuple[Refusal, ...]:
+    tensor = deployment.tensor_parallel_size
+    if tensor <= count:
+        return ()
+    reason = f"this host's chips are {count} devices"
+    remedy = f"--tensor-parallel-size {count} or less, with hosts as --data-parallel-size"
+    return (Refusal("tpu", f"--tensor-parallel-size {tensor}", reason, remedy),)
 
 
 def _too_far(chip: Chip) -> Refusal:
@@ -126,8 +147,8 @@ def _or_interpreted(fault: Refusal) -> Refusal:
     return replace(fault, remedy=remedy)
 
 
-def _no_steps(chip: Chip) -> Refusal:
-    reason = (
-        f"{release()} of ml4core-tpu compiles kernels for it ahead of time, and runs no step there"
+def _tpu(index: int, details: Mapping[str, str]) -> Device:
+    """torch sees its tensors as the host's: JAX has their values on the device."""
+    return Device(
+        "real", "TPU v7x", "tpu7x", "cpu", index=index, memory_bytes=HBM_BYTES, details=details
     )
-    return Refusal("tpu", f"chip {chip.index}", reason, f"{_INTERPRETED}, which runs on the host")

@@ -25,7 +25,7 @@ _FEATURES = frozenset(
     | {f"weights:{name}" for name in WEIGHT_FORMATS}
     | {f"act:{act}" for act in ("bf16", "fp32", *ACTS)}
     | {"stage:decoder_layer", "stage:vision_encoder"}
-    | {"feature:compose", "feature:prefix_caching"}
+    | {"feature:compose", "feature:prefix_caching", "feature:load_time_mxfp4"}
     | {"feature:spanning_session", "parallel:tp", "parallel:ep", "parallel:dp"}
     | {"spec:dspark", "spec:probabilistic_drafts", "spec:block_verification"}
 )

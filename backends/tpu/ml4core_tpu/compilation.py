@@ -16,6 +16,7 @@ from ml4core_tpu.runtimes import LAZY, runtime_of
 
 CACHE = "compilation_cache"
 WARM_UP = "warm_up"
+RESIDENT = "resident"
 _HOME_CACHE = ".cache"
 MOST_MAPPINGS = 20_000
 """Of a process's memory: a third of what it may have."""
@@ -44,14 +45,28 @@ def compilation_refusals(deployment: Deployment) -> tuple[Refusal, ...]:
     for name, kind, remedy in (
         (CACHE, str, 'the path of a folder; "" for none'),
         (WARM_UP, bool, "true, or false"),
+        (RESIDENT, bool, "true, or false"),
     ):
         if name in own and not isinstance(own[name], kind):
             subject = f"--additional-config tpu.{name}"
             found.append(Refusal("tpu", subject, f"can't be {own[name]!r}", remedy))
         elif name in own and runtime_of(deployment) == LAZY:
             subject, reason = f"--additional-config tpu.{name}", "torch-xla compiles for itself"
+            if name == RESIDENT:
+                reason = "torch-xla has weights and caches as its own tensors"
             found.append(Refusal("tpu", subject, reason, f"no {name}, or tpu.runtime=jax"))
+    if own.get(RESIDENT) is False and deployment.device.kind == "real":
+        subject = f"--additional-config tpu.{RESIDENT}"
+        reason = "weights and caches of a TPU's session have no other place"
+        found.append(Refusal("tpu", subject, reason, f"no {RESIDENT}"))
     return tuple(found)
+
+
+def stays_on_devices(deployment: Deployment) -> bool:
+    """Whether weights, caches and rows of a session stay on devices: on TPUs, and where it is asked
+    for. On the host caches are torch's own, and programs get the pages that they need.
+    """
+    return bool(own_switches(deployment).get(RESIDENT, deployment.device.kind == "real"))
 
 
 def warms_up(deployment: Deployment) -> bool:

@@ -74,9 +74,7 @@ class BucketExecutor:
         wanted = [one for index in kinds for one in self._of(index, weights, plan, kv)]
         with progress("Compiling programs of layers") as told:
             self._programs.warm_up(wanted, told)
-        for rows in self._buckets.requests:
-            state = torch.zeros(rows, self._model.hidden_size, dtype=self._dtype)
-            self._product(state, weights.top["output"], torch.float32)
+        self._warm_between(weights)
         made = [one for one in self._programs.made if not one.of_images]
         print(
             f"ml4core-tpu: {len(made)} programs of layers for steps of {self._buckets.told} rows "
@@ -84,6 +82,12 @@ class BucketExecutor:
             f"lowering, {sum(one.compiling for one in made):.1f} s of compiling",
             file=sys.stderr,
         )
+
+    def _warm_between(self, weights: Any) -> None:
+        """What a step asks for beside its layers: logits."""
+        for rows in self._buckets.requests:
+            state = torch.zeros(rows, self._model.hidden_size, dtype=self._dtype)
+            self._product(state, weights.top["output"], torch.float32)
 
     def _kinds(self, weights: Any, kv: Any) -> list[int]:
         """Layers that may need programs of their own. Others only repeat these."""

@@ -8,10 +8,11 @@ import atexit
 import os
 from collections.abc import Iterator
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ml4core.api import Deployment, Refusal, Refused
 from ml4core_tpu.runtimes import LAZY, runtime_of
+from ml4core_tpu.tpu_start import local_devices, start_tpus
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -90,29 +91,54 @@ def _mesh(deployment: Deployment) -> str:
     return flags if data == 1 else f"{flags} --data-parallel-size {data}"
 
 
+def target_of(deployment: Deployment) -> Literal["tpu", "host"]:
+    """What the kernels of a session are made for: a TPU compiles them, and on the host XLA
+    interprets them. Nothing else asks what a device is.
+    """
+    return "tpu" if deployment.device.kind == "real" else "host"
+
+
 def open_mesh(deployment: Deployment) -> Mesh:
     """The mesh [data, tensor] of all hosts' devices. Waits for the other hosts, two minutes at
     most. Raises ``Refused`` where this process has too few devices, or has others already.
     """
+    real = deployment.device.kind == "real"
+    if real:
+        start_tpus()
+    else:
+        from ml4core_tpu.bridge import host_environment
+
+        host_environment()
     import jax
 
     from ml4core_tpu.kernels.layer.mesh import mesh_of
 
     tensor, data = deployment.tensor_parallel_size, deployment.data_parallel_size
-    if deployment.device.kind == "interpreted":
+    if not real:
         _virtual_devices(jax.config, tensor)
     if data > 1:
         _meet(deployment)
-    local = jax.local_devices()
+    platform = "tpu" if real else "cpu"
+    local = local_devices(platform)
+    if real:
+        local_devices("cpu")  # rows and plans come from there
     if len(local) < tensor:
         name = deployment.device.name
         reason = f"JAX has {len(local)} devices in this process ({name}), and {tensor} are needed"
         remedy = f"a process that hasn't used JAX, or XLA_FLAGS={_DEVICES_FLAG}={tensor} for it"
+        if real:
+            remedy = f"--tensor-parallel-size {len(local)} or less, or more chips for the process"
         raise Refused([Refusal("tpu", _mesh(deployment), reason, remedy)])
     own = sorted(local, key=lambda device: device.id)[:tensor]
     if data == 1:
         return mesh_of(own, 1, tensor)
-    every = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    rank = deployment.data_parallel_rank
+    if own[0].process_index != rank:  # what libtpu says, whatever JAX's runtime was told
+        process = own[0].process_index
+        reason = f"this host is process {process} of its slice, and would be replica {rank}"
+        remedy = f"--data-parallel-start-rank {process}, which is $TPU_WORKER_ID"
+        raise Refused([Refusal("tpu", f"--data-parallel-start-rank {rank}", reason, remedy)])
+    every = sorted(jax.devices(platform), key=lambda device: (device.process_index, device.id))
     rows = [[one for one in every if one.process_index == rank][:tensor] for rank in range(data)]
     return mesh_of([one for row in rows for one in row], data, tensor)
 

@@ -29,7 +29,7 @@ def sparse_mla(
 ) -> tuple[Tensor, Tensor]:
     from ml4core_tpu import torch_ops
 
-    kind, latent, _ = _latent(cache, q)
+    kind, latent, _ = latent_kind(cache, q)
     if not q.shape[0]:
         return _no_rows(q, latent)
     return torch_ops.sparse_mla(
@@ -49,7 +49,7 @@ def window_mla(
 ) -> tuple[Tensor, Tensor]:
     from ml4core_tpu import torch_ops
 
-    kind, latent, rope = _latent(cache, q)
+    kind, latent, rope = latent_kind(cache, q)
     if not q.shape[0]:
         return _no_rows(q, latent)
     return torch_ops.window_mla(
@@ -71,13 +71,7 @@ def window_mla(
 def kv_write(cache: KVCache, slots: Tensor, latent: Tensor, rope: Tensor | None = None) -> None:
     from ml4core_tpu import torch_ops
 
-    kind, width, tail = _latent(cache)
-    given = 0 if rope is None else rope.shape[1]
-    if latent.shape[1] != width or given not in (0, tail):
-        raise ValueError(
-            f"rows of {cache.layout.id!r} have {width} latents and {tail} rope values, got "
-            f"{latent.shape[1]} and {given}"
-        )
+    kind = check_rows(cache, latent, rope)
     if len(slots):
         rope = latent.new_empty(len(slots), 0) if rope is None else rope
         first, *rest = cache.parts
@@ -93,11 +87,7 @@ def kv_write(cache: KVCache, slots: Tensor, latent: Tensor, rope: Tensor | None 
 def indexer_write(cache: KVCache, slots: Tensor, key: Tensor) -> None:
     from ml4core_tpu import torch_ops
 
-    kind = _index(cache)
-    if key.shape[1] != cache.layout.width:
-        raise ValueError(
-            f"keys of {cache.layout.id!r} have {cache.layout.width} values, got {key.shape[1]}"
-        )
+    kind = check_keys(cache, key)
     if len(slots):
         given = (cache.parts[0], slots, key, kind)
         if cache.parts[0].device.type == "cpu":
@@ -110,9 +100,9 @@ def gather_kv(cache: KVCache, slots: Tensor) -> Tensor:
     from ml4core_tpu import torch_ops
 
     if cache.layout.role == "index":
-        kind, width, rope = _index(cache), cache.layout.width, 0
+        kind, width, rope = index_kind(cache), cache.layout.width, 0
     else:
-        kind, width, rope = _latent(cache)
+        kind, width, rope = latent_kind(cache)
     if not slots.numel():
         return slots.new_empty(*slots.shape, width + rope).float()
     return torch_ops.gather_kv(cache.parts, scale_of(cache), slots, kind, width, rope)
@@ -130,7 +120,7 @@ def indexer_logits(
 ) -> Tensor:
     from ml4core_tpu import torch_ops
 
-    kind = _index(cache)
+    kind = index_kind(cache)
     if not q.shape[0]:
         return q.new_empty(0, block_table.shape[1] * cache.block_size).float()
     return torch_ops.indexer_logits(
@@ -192,7 +182,7 @@ def ops_for(deployment: Deployment) -> Mapping[str, Callable[..., object]]:
     )
 
 
-def _latent(cache: KVCache, q: Tensor | None = None) -> tuple[str, int, int]:
+def latent_kind(cache: KVCache, q: Tensor | None = None) -> tuple[str, int, int]:
     """Kind, latent and rope width of a latent cache. ``ValueError`` for a layout that no kernel
     reads, and for queries of another width.
     """
@@ -207,7 +197,31 @@ def _latent(cache: KVCache, q: Tensor | None = None) -> tuple[str, int, int]:
     return LATENT_KINDS[cache.layout.id], latent, rope
 
 
-def _index(cache: KVCache) -> str:
+def check_rows(cache: KVCache, latent: Tensor, rope: Tensor | None) -> str:
+    """The kind of a latent cache. ``ValueError`` if rows to be written have other widths."""
+    kind, width, tail = latent_kind(cache)
+    given = 0 if rope is None else rope.shape[1]
+    if latent.shape[1] != width or given not in (0, tail):
+        raise ValueError(
+            f"rows of {cache.layout.id!r} have {width} latents and {tail} rope values, got "
+            f"{latent.shape[1]} and {given}"
+        )
+    return kind
+
+
+def check_keys(cache: KVCache, key: Tensor | None = None) -> str:
+    """The kind of a cache of index keys. ``ValueError`` if those to be written are of another
+    width.
+    """
+    kind = index_kind(cache)
+    if key is not None and key.shape[1] != cache.layout.width:
+        raise ValueError(
+            f"keys of {cache.layout.id!r} have {cache.layout.width} values, got {key.shape[1]}"
+        )
+    return kind
+
+
+def index_kind(cache: KVCache) -> str:
     if cache.layout.role != "index":
         raise ValueError(f"needs a cache of index keys; {cache.layout.id!r} is of latents")
     cache.require(*INDEX_KINDS)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PACKED = "x-ml4core-tpu/"
 """How formats of packed experts begin; the open format's name follows."""
+_FP8_BLOCK = 128
 GROUPS: Mapping[str, int] = MappingProxyType({"nvfp4": 16, "mxfp4": 32})
 """FP4 formats, and the columns that a scale serves."""
 
@@ -54,8 +55,8 @@ def moe_experts(
     *,
     act: str | None = None,
 ) -> Tensor:
-    """FP4 experts meet plain inputs; those of other formats are decoded first. ``act`` as in
-    ``gemm``.
+    """FP4 experts meet plain inputs, and FP8 ones such or rounded ones; kernels decode them. Of
+    other formats all are decoded first. ``act`` as in ``gemm``.
     """
     import torch
 
@@ -66,17 +67,34 @@ def moe_experts(
     given = (weights, ids, first_expert or 0)
     formats = {weight.format.removeprefix(PACKED) for weight in (w13, w2)}
     if len(formats) == 1 and formats <= GROUPS.keys():
-        packed = (_packed(w13, 2), _packed(w2, 1))
+        packed = (packed_weight(w13, 2), packed_weight(w2, 1))
         parts = ([*weight.parts.values()] for weight in packed)
         return torch_products.fp4_experts(x, *parts, *given, *formats)
-    quantize = act == "fp8_tensor" and _is_bf16(x) and formats <= {"fp8_block", "fp8_tensor"}
-    return torch_products.wide_experts(x, _decoded(w13), _decoded(w2), *given, quantize)
+    if formats <= {"fp8_block", "fp8_tensor"}:
+        quantize = act == "fp8_tensor" and _is_bf16(x)
+        return torch_products.fp8_experts(x, _fp8_blocks(w13), _fp8_blocks(w2), *given, quantize)
+    return torch_products.wide_experts(x, _decoded(w13), _decoded(w2), *given)
 
 
-def _packed(weight: Weight, halves: int) -> Weight:
+def _fp8_blocks(weight: Weight) -> list[Tensor]:
+    """Codes [E, N, K] and a scale for each block; of matrices that have one scale, that."""
+    data, scale = weight.data, weight.parts["scale"]
+    if weight.format == "fp8_tensor":
+        held, rows, columns = data.shape
+        blocks = (-(-rows // _FP8_BLOCK), -(-columns // _FP8_BLOCK))
+        scale = scale.reshape(-1, 1, 1).expand(held, *blocks).contiguous()
+    return [data, scale.float()]
+
+
+def packed_weight(weight: Weight, halves: int) -> Weight:
+    """FP4 experts as their kernel reads them; of any other format as they are. ``halves`` as for
+    ``packed_experts``.
+    """
+    if weight.format not in GROUPS:
+        return weight
     from ml4core_tpu.expert_weights import packed_experts
 
-    return weight if weight.format.startswith(PACKED) else packed_experts(weight, halves)
+    return packed_experts(weight, halves)
 
 
 def _is_bf16(x: Tensor) -> bool:

@@ -73,6 +73,10 @@ class Programs:
         """What was compiled after the warm-up: programs, and all else within steps."""
         return self._others + sum(one.late for one in self._made)
 
+    def cool(self) -> None:
+        """Ends what a warm-up began: until the next one nothing that is compiled is late."""
+        self._warm = False
+
     def get(self, key: Hashable, name: str, lower: Lower) -> Any:
         """The program of a key, compiled if it is new; after the warm-up that is warned of."""
         found = self._programs.get(key)

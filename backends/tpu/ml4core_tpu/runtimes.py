@@ -15,7 +15,7 @@ from types import MappingProxyType
 from ml4core.api import Deployment, Refusal
 from ml4core_tpu.libraries import INSTALL
 
-SWITCHES = ("runtime", "compilation_cache", "warm_up")
+SWITCHES = ("runtime", "compilation_cache", "warm_up", "resident")
 """Keys of the object ``tpu`` of ``--additional-config``."""
 DEFAULT = "jax"
 LAZY = "torch_xla"
@@ -50,9 +50,16 @@ def runtime_refusals(deployment: Deployment) -> tuple[Refusal, ...]:
     if find_spec(runtime) is None:
         reason = f"{runtime} is not installed"
         return (Refusal("tpu", subject, reason, WORKS[runtime]),)
-    if runtime == TORCH_TPU and device.kind != "real":
-        reason = f"torch-tpu {_version(runtime)} runs nothing without a TPU: it has no other client"
-        return (Refusal("tpu", subject, reason, "tpu.runtime=jax, which interprets on the host"),)
+    if runtime == TORCH_TPU:
+        if device.kind == "real":
+            reason, remedy = "its ops are registered there, and no session runs on them", "jax"
+        else:
+            reason = f"torch-tpu {_version(runtime)} runs nothing without a TPU: it has no client"
+            remedy = "jax, which interprets on the host"
+        return (Refusal("tpu", subject, reason, f"tpu.runtime={remedy}"),)
+    if runtime == LAZY and device.kind == "real":
+        reason = "its sessions run on the host alone: its libtpu doesn't know tpu7x"
+        return (Refusal("tpu", subject, reason, "tpu.runtime=jax"),)
     if runtime == LAZY and (reason := _unlike_torch(_version(LAZY), version("torch"))):
         return (Refusal("tpu", subject, reason, f"{WORKS[LAZY]}; or tpu.runtime=jax"),)
     return ()

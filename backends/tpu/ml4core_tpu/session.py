@@ -61,10 +61,11 @@ _EXPERTS: Mapping[str, int] = MappingProxyType({"experts_w13": 2, "experts_w2": 
 class TpuSession:
     """Opened for one deployment. Quantised weights stay quantised: products decode them."""
 
+    _executor: type[BucketExecutor] = BucketExecutor
+
     def __init__(self, deployment: Deployment, runtime: str) -> None:
-        host_environment()
         self.device = deployment.device
-        self.ops: Mapping[str, Callable[..., object]] = ops_for(deployment)
+        self.ops: Mapping[str, Callable[..., object]] = self._started(deployment)
         self.layouts: Mapping[str, KVLayout] = layouts_for(deployment.model)
         self.collectives: Collectives | None = None
         self.step_buckets: StepBuckets | None = None
@@ -76,11 +77,16 @@ class TpuSession:
         self._lazy_layers: LazyLayers | None = None
         self._mesh: MeshPrograms | None = None
         self._images: VisionPrograms | None = None
-        self.switches: Mapping[str, str] = MappingProxyType({"runtime": runtime})
+        self.switches: Mapping[str, str] = MappingProxyType({"runtime": runtime, **self._told()})
         if runtime == LAZY:
             self._lazy()
         elif not deployment.enforce_eager:
             self._compiled(runtime)
+
+    def _started(self, deployment: Deployment) -> Mapping[str, Callable[..., object]]:
+        """Has JAX find its devices; the session's ops."""
+        host_environment()
+        return ops_for(deployment)
 
     def _lazy(self) -> None:
         """Steps become graphs of torch-xla."""
@@ -102,7 +108,7 @@ class TpuSession:
         self._layers = layers = self._programs_of_layers(programs, buckets)
         self._images = self._programs_of_images(programs)
         self.step_buckets = StepBuckets(logits=buckets.requests)
-        self.executor = BucketExecutor(
+        self.executor = self._executor(
             self._deployment.model,
             self._dtype,
             layers,
@@ -111,8 +117,12 @@ class TpuSession:
             self.ops["gemm"],
             warms_up(self._deployment),
         )
-        mesh = {"mesh": told_mesh(self._deployment)} if self._mesh is not None else {}
-        self.switches = Told({"runtime": runtime, **mesh}, buckets, programs)
+        told = {"runtime": runtime, **self._told()}
+        self.switches = Told(told, buckets, programs)
+
+    def _told(self) -> dict[str, str]:
+        """More for the start-up report."""
+        return {} if self._mesh is None else {"mesh": told_mesh(self._deployment)}
 
     def _programs_of_layers(self, programs: Programs, buckets: Buckets) -> LayerPrograms:
         act = act_of(self._deployment)

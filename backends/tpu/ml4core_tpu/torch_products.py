@@ -127,6 +127,35 @@ def _(x, w13, w2, weights, ids, first_expert, format):
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("ml4tpu::fp8_experts", mutates_args=(), device_types="cpu")
+def fp8_experts(
+    x: Tensor,
+    w13: list[Tensor],
+    w2: list[Tensor],
+    weights: Tensor,
+    ids: Tensor,
+    first_expert: int,
+    quantize: bool,
+) -> Tensor:
+    """Experts ids [T, topk] on ``x`` [T, H], of e4m3 codes [E, N, K] and a scale fp32 for each
+    block of 128 x 128. None is decoded but in the kernel, and of those that a row has chosen.
+    """
+    import jax.numpy as jnp
+
+    from ml4core_tpu.kernels import moe
+
+    rows, shares, chosen = _choices(x, weights, ids)
+    stacks = (tuple(map(to_jax, w13)), tuple(map(to_jax, w2)))
+    first = jnp.int32(first_expert)
+    out = moe.fp8_moe(rows, *stacks, shares, chosen, first, quantize=quantize, target=TARGET)
+    return to_torch(out, x.shape[0])
+
+
+@fp8_experts.register_fake
+def _(x, w13, w2, weights, ids, first_expert, quantize):
+    return torch.empty_like(x)
+
+
 @torch.library.custom_op("ml4tpu::wide_experts", mutates_args=(), device_types="cpu")
 def wide_experts(
     x: Tensor,
@@ -135,7 +164,6 @@ def wide_experts(
     weights: Tensor,
     ids: Tensor,
     first_expert: int,
-    quantize: bool,
 ) -> Tensor:
     """Experts ids [T, topk] on ``x`` [T, H], of plain weights [E, 2I, H] and [E, H, I]."""
     import jax.numpy as jnp
@@ -144,10 +172,10 @@ def wide_experts(
 
     rows, shares, chosen = _choices(x, weights, ids)
     first = jnp.int32(first_expert)
-    out = moe.wide_moe(rows, to_jax(w13), to_jax(w2), shares, chosen, first, quantize=quantize)
+    out = moe.wide_moe(rows, to_jax(w13), to_jax(w2), shares, chosen, first)
     return to_torch(out, x.shape[0])
 
 
 @wide_experts.register_fake
-def _(x, w13, w2, weights, ids, first_expert, quantize):
+def _(x, w13, w2, weights, ids, first_expert):
     return torch.empty_like(x)

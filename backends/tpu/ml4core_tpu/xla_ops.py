@@ -194,9 +194,15 @@ def _register_products(call: Call, target: Target, device: str) -> None:
         given = (x, tuple(w13), tuple(w2), weights, *_int32(ids), first)
         return call(program, given, ("fp4_experts", format))
 
+    @torch_products.fp8_experts.register_kernel(device)
+    def _fp8_experts(x, w13, w2, weights, ids, first_expert, quantize):
+        program = partial(moe.fp8_moe, quantize=quantize, target=target)
+        first = torch.full((), first_expert, dtype=torch.int32, device=x.device)
+        given = (x, tuple(w13), tuple(w2), weights, *_int32(ids), first)
+        return call(program, given, ("fp8_experts", quantize))
+
     @torch_products.wide_experts.register_kernel(device)
-    def _wide_experts(x, w13, w2, weights, ids, first_expert, quantize):
-        program = partial(moe.wide_moe, quantize=quantize)
+    def _wide_experts(x, w13, w2, weights, ids, first_expert):
         first = torch.full((), first_expert, dtype=torch.int32, device=x.device)
         given = (x, w13, w2, weights, *_int32(ids), first)
-        return call(program, given, ("wide_experts", quantize))
+        return call(moe.wide_moe, given, "wide_experts")

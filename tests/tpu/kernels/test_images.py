@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import pytest
 import torch
+from jax.sharding import SingleDeviceSharding
 
 from ml4core.api import Accepted, Deployment, Device, Rejected, VisionShape, VisionWeights
 from ml4core_conformance import tiny
@@ -63,6 +64,18 @@ def test_images_are_those_of_the_oracle_whatever_the_padding(
         encoder_of(weights), patches, places.astype("int32"), ids
     )
     assert abs(torch.from_dlpack(tiled)[: len(wanted)] - wanted).max() < NOISE
+
+
+def test_on_a_device_weights_lie_there_and_embeddings_come_to_the_host(
+    weights: VisionWeights, given: tuple[torch.Tensor, ...]
+) -> None:
+    wanted = VisionPrograms(SPEC, "float32", Programs()).call(weights, *given)
+    place = SingleDeviceSharding(jax.local_devices()[0])
+    images = VisionPrograms(SPEC, "float32", Programs(), place=place)
+    assert torch.equal(images.call(weights, *given), wanted)
+    held = images._encoder(weights)
+    assert {one.sharding for one in jax.tree.leaves(held)} == {place}
+    assert images._encoder(weights) is held
 
 
 def test_layers_of_a_kind_are_one_stack(weights: VisionWeights) -> None:

@@ -71,9 +71,9 @@ def wanted(folder: Path) -> list[dict[str, list[Any]]]:
     return alone(folder)
 
 
-def alone(folder: Path) -> list[dict[str, list[Any]]]:
+def alone(folder: Path, **flags: Any) -> list[dict[str, list[Any]]]:
     """What the cpu backend makes of each prompt."""
-    args = EngineArgs(str(folder), backend="cpu", **FLAGS)
+    args = EngineArgs(str(folder), backend="cpu", **FLAGS, **flags)
     engine = open_engine(args, choice=select("cpu"), sequences=3, tokens_each=64)
     try:
         return Answers(engine, PROMPTS, TOKENS).all()
@@ -138,19 +138,30 @@ def check(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
         assert got["logprobs"] == pytest.approx(want["logprobs"], abs=MARGIN)
 
 
+HOST = {"device": "interpreted"}
+RESIDENT = {"device": "interpreted", "tpu": {"resident": True, "warm_up": True}}
+"""The session of TPUs, as it starts there."""
+
+
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
-def test_tensor_ranks_with_experts_over_them(folder: Path, wanted: list[dict[str, Any]]) -> None:
-    (said,) = run(folder, [PROMPTS], tensor_parallel_size=4, enable_expert_parallel=True)
+@pytest.mark.parametrize("own", [HOST, RESIDENT], ids=["host", "resident"])
+def test_tensor_ranks_with_experts_over_them(
+    folder: Path, wanted: list[dict[str, Any]], own: dict[str, Any]
+) -> None:
+    flags = {"tensor_parallel_size": 4, "enable_expert_parallel": True, "additional_config": own}
+    (said,) = run(folder, [PROMPTS], **flags)
     check(said["made"], wanted)
     assert said["switches"]["mesh"].startswith("data 1 x tensor 4, whole experts over all")
     assert said["switches"]["programs"].startswith("3 of layers")
+    assert said["switches"]["compiled_after_warm_up"] == "0"
 
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("own", [HOST, RESIDENT], ids=["host", "resident"])
 def test_replicas_of_tensor_ranks_with_experts_over_all(
-    folder: Path, wanted: list[dict[str, Any]]
+    folder: Path, wanted: list[dict[str, Any]], own: dict[str, Any]
 ) -> None:
     """Two processes over gloo, in core's lock step. The second has one prompt, which ends later
     than those of the first, and runs without company.
@@ -161,12 +172,16 @@ def test_replicas_of_tensor_ranks_with_experts_over_all(
         replicas,
         tensor_parallel_size=2,
         enable_expert_parallel=True,
+        additional_config=own,
     )
     check([one for each in said for one in each["made"]], wanted)
     for rank, one in enumerate(said):
         mesh = f"data 2 x tensor 2, whole experts over all; host {rank} of 2"
         assert one["switches"]["mesh"] == mesh
-        assert one["switches"]["programs"].startswith("3 of layers")
+        # A warm-up makes those of a chunk beside another host's decodes, too.
+        made = 3 if own is HOST else 6
+        assert one["switches"]["programs"].startswith(f"{made} of layers")
+        assert one["switches"]["compiled_after_warm_up"] == "0"
 
 
 @pytest.mark.slow
@@ -180,6 +195,17 @@ def test_experts_of_four_bits_cut_by_width(tmp_path: Path, replicas: int) -> Non
     said = run(folder, cut, tensor_parallel_size=2 // replicas)
     check([one for each in said for one in each["made"]], alone(folder))
     assert "experts by width" in said[0]["switches"]["mesh"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+def test_experts_become_mxfp4_while_they_are_loaded(tmp_path: Path) -> None:
+    """Of a checkpoint in FP8: core converts them, and then they are packed for the kernel."""
+    folder, asked = made(tmp_path / "fp8", "fp8_block"), {"fp8_moe_requant": "mxfp4"}
+    flags = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    (said,) = run(folder, [PROMPTS], **flags, additional_config=RESIDENT | asked)
+    check(said["made"], alone(folder, additional_config=asked))
+    assert said["switches"]["fp8_moe_requant"] == "mxfp4"
 
 
 @pytest.mark.multiprocess

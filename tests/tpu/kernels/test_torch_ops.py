@@ -10,8 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ml4core.api import Weight
+from ml4core.compose.ops.weights import decode_weight, quantize
 from ml4core.formats import e2m1
-from ml4core_tpu import torch_ops, torch_products
+from ml4core_tpu import product_ops, torch_ops, torch_products
 from ml4core_tpu.expert_weights import packed_experts
 from ml4core_tpu.layouts import lane33_layout, tiles_layout
 
@@ -66,6 +67,22 @@ def test_shapes_are_known_without_data(name: str) -> None:
     for real, told in pairs:
         assert (real.shape, real.dtype) == (told.shape, told.dtype)
         assert real.is_contiguous()
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_tensor"])
+def test_fp8_experts_are_not_decoded_first(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    """A stack of the published model in fp32 is 19 GB a layer."""
+    draw = torch.Generator().manual_seed(0)
+    stacks = [
+        quantize(torch.randn(shape, generator=draw) / 8, format)
+        for shape in ((3, 256, 192), (3, 192, 128))
+    ]
+    x, ids = torch.randn(5, 192, generator=draw), torch.tensor([[0, 2]] * 5)
+    shares = torch.rand(5, 2, generator=draw)
+    plain = [Weight("fp32", one.shape, {"data": decode_weight(one)}) for one in stacks]
+    want = product_ops.moe_experts(x, *plain, shares, ids)
+    monkeypatch.setattr(product_ops, "_decoded", lambda weight: pytest.fail("decoded"))
+    torch.testing.assert_close(product_ops.moe_experts(x, *stacks, shares, ids), want)
 
 
 def test_writes_are_told_to_tracers() -> None:

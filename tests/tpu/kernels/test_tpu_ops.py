@@ -34,7 +34,7 @@ sys.path.insert(0, str(CHILD.parent))
 from op_cases import cases  # noqa: E402
 
 KERNELS = {"sparse_mla", "window_mla", "indexer_logits", "topk", "kv_written", "indexer_written",
-           "fp8_matmul", "fp4_experts, nvfp4", "fp4_experts, mxfp4"}  # fmt: skip
+           "fp8_matmul", "fp8_experts", "fp4_experts, nvfp4", "fp4_experts, mxfp4"}  # fmt: skip
 """Cases with a kernel of Pallas; the others are XLA's alone."""
 KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 

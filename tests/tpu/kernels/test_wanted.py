@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from ml4core.api import LayerKV, Segment, StepPlan, StepShape
 from ml4core_conformance import tiny
 from ml4core_conformance.subject import Subject
 from ml4core_tpu.buckets import Buckets
+from ml4core_tpu.kernels.layer.form import form_of
 from ml4core_tpu.kernels.layer.stage import LayerPrograms
+from ml4core_tpu.kernels.rows import Rows
 from ml4core_tpu.layouts import lane33_layout, tiles_layout
 from ml4core_tpu.programs import Programs
 
@@ -74,3 +77,13 @@ def test_pools_of_other_sizes_share_programs(subject: Subject) -> None:
         rest = (state, state, None, given["attention_norm"])
         keys.append([key for key, _, _ in layers.wanted(layer, given, plan(3), kv, *rest)])
     assert keys[0] == keys[1] == keys[2]
+
+
+def test_hosts_with_other_experts_run_one_program() -> None:
+    """A warm-up goes by the whole model's table, and steps by what a host has of it."""
+    layer = tiny.model().layers[1]
+    assert layer.moe is not None
+    other = replace(layer, index=5, kv_source=5, topk_source=5,
+                    moe=replace(layer.moe, first_expert=4))  # fmt: skip
+    rows = Rows("tiles", 512, 64)
+    assert form_of(other, rows) == form_of(layer, rows)

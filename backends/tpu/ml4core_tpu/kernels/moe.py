@@ -207,7 +207,7 @@ def fp8_moe(
     return _grouped(*given, form=FP8, quantize=quantize, target=target, total=total)
 
 
-@partial(jax.jit, static_argnames=("quantize",))
+@jax.jit
 def wide_moe(
     x: jax.Array,
     w13: jax.Array,
@@ -215,12 +215,8 @@ def wide_moe(
     weights: jax.Array,
     ids: jax.Array,
     first: jax.Array,
-    *,
-    quantize: bool = False,
 ) -> jax.Array:
-    """Experts ids [T, topk] on ``x`` [T, H] with plain weights [E, 2I, H] and [E, H, I]. With
-    ``quantize`` inputs of both products are rounded to FP8 first, with a scale a row.
-    """
+    """Experts ids [T, topk] on ``x`` [T, H] with plain weights [E, 2I, H] and [E, H, I]."""
     experts = w13.shape[0]
     order = order_rows(weights, ids, first, experts, 1)
     sizes = (
@@ -231,9 +227,6 @@ def wide_moe(
     dtype = jnp.float32 if jnp.float32 in (x.dtype, w13.dtype) else jnp.bfloat16
 
     def product(given: jax.Array, weight: jax.Array) -> jax.Array:
-        if quantize:
-            codes, scale = quantized_rows(given)
-            given = e4m3_values(codes) * scale
         return lax.ragged_dot(
             given.astype(dtype),
             weight.astype(dtype).swapaxes(1, 2),

@@ -29,10 +29,11 @@ from ml4core_tpu.aot_cases import (
 from ml4core_tpu.kernels.layer.form import Caches, Chosen, Matrix, Step, form_of
 from ml4core_tpu.kernels.layer.mesh import (
     argument_specs,
+    donated,
+    donating_layer,
     end_specs,
     local_layer,
     mapped_ends,
-    mapped_layer,
 )
 from ml4core_tpu.kernels.rows import Rows
 
@@ -169,8 +170,8 @@ def layer_case(
         chosen,
         norm,
     )
-    program = jax.jit(mapped_layer(form, mesh, arguments), donate_argnums=2)
-    placed = _placed(mesh, arguments, argument_specs(arguments))
+    program = donating_layer(form, mesh, arguments)
+    placed = donated(form.layer, _placed(mesh, arguments, argument_specs(arguments)))
     return Case(
         f"layer/{kind.name}/{rows} rows" + ("" if experts == PUBLISHED_EXPERTS else f"/{experts}"),
         program,

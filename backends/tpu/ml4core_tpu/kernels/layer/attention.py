@@ -85,7 +85,7 @@ def _written(
     return write_latents(caches.latents[0], ropes, *given, target=form.target)
 
 
-def _values(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def values_of(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Parts of a cache as numbers, of those that are held as the bits of some."""
     kinds = {jnp.dtype(jnp.int16): jnp.bfloat16, jnp.dtype(jnp.int32): jnp.float32}
     return tuple(
@@ -99,7 +99,7 @@ def attend(
 ) -> jax.Array:
     """[T, N, L] of absorbed queries, over what is chosen, or over all that a row sees."""
     rows, scale, target = form.latents, form.layer.softmax_scale, form.target
-    parts = _values(caches.latents)
+    parts = values_of(caches.latents)
     if chosen is None:
         return _attend_all(form, step, caches.scale, parts, q)
     if rows.kind == "tiles":

@@ -49,7 +49,8 @@ class Form:
     """The static part of a layer's program: layers of one kind have equal ones.
 
     Attributes:
-        layer: with index 0; ``kv_source`` and ``topk_source`` are 0 where it owns them, else 1.
+        layer: with index 0 and first expert 0, which is data; ``kv_source`` and ``topk_source`` are
+            0 where it owns them, else 1.
         latents: how latent rows lie.
         act: ``fp8_tensor`` where inputs of FP8 products are quantised, else "".
     """
@@ -62,9 +63,10 @@ class Form:
 
 
 def form_of(layer: LayerSpec, latents: Rows, **more: Any) -> Form:
-    """The form of a layer, whatever its place in the model."""
+    """The form of a layer, whatever its place in the model, and whichever experts a rank has."""
     topk = None if layer.topk_source is None else int(not layer.owns_index)
-    alike = replace(layer, index=0, kv_source=int(not layer.owns_kv), topk_source=topk)
+    moe = None if layer.moe is None else replace(layer.moe, first_expert=0)
+    alike = replace(layer, index=0, kv_source=int(not layer.owns_kv), topk_source=topk, moe=moe)
     return Form(alike, latents, **more)
 
 

@@ -144,6 +144,39 @@ def mapped_layer(
     )
 
 
+def donating_layer(
+    form: Form, mesh: Mesh, arguments: tuple[Any, ...], by_width: bool = False
+) -> Any:
+    """``mapped_layer``, jitted, with the caches as ``cut_caches`` gives them, in two arguments. It
+    is donated those that it writes: they are written in place, and what was handed over is gone.
+    """
+    mapped = mapped_layer(form, mesh, arguments, by_width)
+
+    def layer(weights: Any, step: Step, written: Stored, read: Caches, *others: Any) -> Any:
+        caches = Caches(
+            written.latents or read.latents,
+            read.scale,
+            read.keys if written.keys is None else written.keys,
+        )
+        return mapped(weights, step, caches, *others)
+
+    return jax.jit(layer, donate_argnums=2)
+
+
+def cut_caches(layer: LayerSpec, caches: Caches) -> tuple[Stored, Caches]:
+    """Those of its caches that a layer writes, and the others."""
+    owns, has_keys = layer.owns_kv, layer.indexer is not None
+    written = Stored(caches.latents if owns else (), caches.keys if has_keys else None)
+    read = Caches(() if owns else caches.latents, caches.scale, None if has_keys else caches.keys)
+    return written, read
+
+
+def donated(layer: LayerSpec, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of ``mapped_layer``, or their specs, as those of ``donating_layer``."""
+    weights, step, caches, *others = arguments
+    return (weights, step, *cut_caches(layer, caches), *others)
+
+
 def end_specs() -> tuple[PartitionSpec, ...]:
     """How arguments of ``mapped_ends`` lie: tokens of the vocabulary over tensor ranks."""
     cut, rows = PartitionSpec(TENSOR), PartitionSpec(DATA)

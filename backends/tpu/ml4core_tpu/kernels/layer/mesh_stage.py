@@ -23,6 +23,7 @@ from ml4core_tpu.kernels.layer.form import Form
 from ml4core_tpu.kernels.layer.mesh import argument_specs, local_layer, mapped_layer
 from ml4core_tpu.kernels.layer.placing import Placing
 from ml4core_tpu.kernels.layer.stage import LayerPrograms
+from ml4core_tpu.kernels.target import Target
 from ml4core_tpu.programs import Programs
 
 
@@ -30,10 +31,16 @@ class MeshPrograms(LayerPrograms):
     """Layers of a session whose devices are this process's row of a mesh [data, tensor]."""
 
     def __init__(
-        self, mesh: Mesh, by_width: bool, programs: Programs, buckets: Buckets, act: str = ""
+        self,
+        mesh: Mesh,
+        by_width: bool,
+        programs: Programs,
+        buckets: Buckets,
+        act: str = "",
+        target: Target = "host",
     ) -> None:
         """``by_width``: of routed experts each rank has a part, in place of some whole ones."""
-        super().__init__(programs, buckets, act)
+        super().__init__(programs, buckets, act, target)
         self._placing = Placing(mesh, by_width)
 
     @property

@@ -25,6 +25,7 @@ from ml4core_tpu.kernels.layer.arrays import (
 )
 from ml4core_tpu.kernels.layer.form import ROW_FIELDS, Form, form_of
 from ml4core_tpu.kernels.layer.program import decoder_layer
+from ml4core_tpu.kernels.target import Target
 from ml4core_tpu.live_requests import live_requests
 from ml4core_tpu.programs import Lower, Programs
 
@@ -36,14 +37,17 @@ Request = tuple[Hashable, str, Lower]
 class LayerPrograms:
     """Layers of a session, whatever their number: those of one kind share programs."""
 
-    def __init__(self, programs: Programs, buckets: Buckets, act: str = "") -> None:
+    def __init__(
+        self, programs: Programs, buckets: Buckets, act: str = "", target: Target = "host"
+    ) -> None:
         self._programs = programs
         self._buckets = buckets
         self._act = act
+        self._target: Target = target
         self._weights: dict[int, tuple[object, dict[str, Any]]] = {}
 
     def form(self, layer: LayerSpec, latent: KVCache) -> Form:
-        return form_of(layer, rows_of(latent), act=self._act)
+        return form_of(layer, rows_of(latent), act=self._act, target=self._target)
 
     def call(
         self,

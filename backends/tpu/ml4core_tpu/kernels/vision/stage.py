@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import torch
+from jax.sharding import Sharding
 from torch import Tensor
 
 from ml4core.api import VisionSpec, VisionWeights, Weight
@@ -16,6 +17,7 @@ from ml4core_tpu.bridge import padded, to_jax, to_torch
 from ml4core_tpu.buckets import bucket_of, image_buckets
 from ml4core_tpu.kernels.layer.arrays import weights_of
 from ml4core_tpu.kernels.layer.form import Matrix
+from ml4core_tpu.kernels.target import Target
 from ml4core_tpu.kernels.vision.program import Encoder, VisionForm, vision_encoder
 from ml4core_tpu.programs import IMAGES, Lower, Programs
 from ml4core_tpu.progress import progress
@@ -35,15 +37,20 @@ class VisionPrograms:
         programs: Programs,
         act: str = "",
         warm_up: bool = False,
+        target: Target = "host",
+        place: Sharding | None = None,
     ) -> None:
         """``spec``: None for a model without an encoder, which is never called. ``warm_up``: the
-        first call compiles for images of every size.
+        first call compiles for images of every size. ``place``: of the device that it runs on, and
+        has a copy of the weights; None: the host, on their own memory.
         """
         self._spec = spec
         self._dtype = dtype
         self._act = act
         self._programs = programs
         self._cold = warm_up
+        self._target: Target = target
+        self._place = place
         self._held: tuple[VisionWeights, Encoder] | None = None
 
     def call(
@@ -54,33 +61,43 @@ class VisionPrograms:
         if spec is None:
             raise ValueError("the model has no vision encoder (ModelSpec.vision is None)")
         _check(spec, patches, positions, image_ids)
-        encoder, form = self._encoder(weights), VisionForm(spec, self._dtype, self._act)
+        encoder = self._encoder(weights)
+        form = VisionForm(spec, self._dtype, self._act, self._target)
         sizes = image_buckets(spec)
         if self._cold:
-            wanted = [_wanted(form, encoder, size) for size in sizes]
+            wanted = [_wanted(form, encoder, size, self._place) for size in sizes]
             with progress("Compiling programs of images") as told:
                 self._programs.warm_up(wanted, told)
             self._cold = False
         size = bucket_of(sizes, count)
-        program = self._programs.get(*_wanted(form, encoder, size))
-        found = program(
-            encoder,
+        program = self._programs.get(*_wanted(form, encoder, size, self._place))
+        given = (
             to_jax(padded(patches.float(), size)),
             to_jax(padded(positions, size)),
             to_jax(padded(image_ids, size, -1)),
         )
-        return to_torch(jax.block_until_ready(found), count // spec.cell_patches)
+        found = jax.block_until_ready(program(encoder, *self._placed(given)))
+        if self._place is not None:
+            found = jax.device_put(found, jax.local_devices(backend="cpu")[0])
+        return to_torch(found, count // spec.cell_patches)
+
+    def _placed(self, tree: Any) -> Any:
+        return tree if self._place is None else jax.device_put(tree, self._place)
 
     def _encoder(self, weights: VisionWeights) -> Encoder:
         if self._held is None or self._held[0] is not weights:
-            self._held = (weights, encoder_of(weights))
+            self._held = (weights, self._placed(encoder_of(weights)))
         return self._held[1]
 
 
-def _wanted(form: VisionForm, encoder: Encoder, patches: int) -> tuple[Any, str, Lower]:
+def _wanted(
+    form: VisionForm, encoder: Encoder, patches: int, place: Sharding | None
+) -> tuple[Any, str, Lower]:
     """As ``Programs.get`` takes it."""
-    held = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), encoder)
-    shapes = (held, *inputs(form.spec, patches))
+    shapes = jax.tree.map(
+        lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place),
+        (encoder, *inputs(form.spec, patches)),
+    )
     leaves, tree = jax.tree.flatten(shapes)
     key = (form, str(tree), tuple((one.shape, one.dtype) for one in leaves))
     return key, f"{IMAGES}, {patches} patches", partial(_lowered, form, shapes)

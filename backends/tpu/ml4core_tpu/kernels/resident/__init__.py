@@ -1,0 +1,1 @@
+"""Weights, caches and rows that stay on devices between steps."""

@@ -56,7 +56,7 @@ def test_experts(by_logits: bool, inner: int, rows: int, device: torch.device) -
     moe = MoESpec(experts, TOPK, inner, inner, routed_scale=1.5)
     logits = draw.normal(rows, experts)
     logits[0, 1] = logits[0, 2]  # the lower one comes first
-    shares, ids = logits.softmax(-1).sort(-1, descending=True, stable=True)
+    shares, ids = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
     shares, ids = shares[:, :TOPK], ids[:, :TOPK]
     if moe.renormalize:
         shares = shares / shares.sum(-1, keepdim=True)

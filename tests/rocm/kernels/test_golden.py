@@ -28,6 +28,8 @@ pytestmark = [
     [("index", id) for id in KEYS] + [("latent", id) for id in LATENTS],
 )
 def test_pages(device: torch.device, role: str, id: str) -> None:
+    if "fnuz" in id and device.type == "cuda" and torch.version.hip is None:
+        pytest.skip("this GPU has no e4m3fnuz")
     want = golden.load(role, id)  # type: ignore[arg-type]
     size = golden.block_size(role, id)  # type: ignore[arg-type]
     layout = index_layout(id) if role == "index" else latent_layout(id)

@@ -5,6 +5,7 @@ it at once, whichever part it lies in.
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -201,8 +202,12 @@ def _reference(name: str) -> Subject | None:
 def _options(subject: registry.Choice | Subject, model: ModelSpec) -> PlanOptions:
     plugin, device, capabilities = _parts(subject)
     layouts_for = getattr(plugin.backend, "layouts_for", lambda spec: kv.NONE)
-    # The host's memory is not the process's to share out.
-    memory = device.memory_bytes if device.torch_device != "cpu" else 0
+    # The host's memory is not the process's to share out. A real device of another architecture has
+    # its own, even where torch sees its tensors as the host's.
+    hosts = device.torch_device == "cpu" and (
+        device.kind != "real" or device.arch == platform.machine()
+    )
+    memory = 0 if hosts else device.memory_bytes
     return PlanOptions(memory or None, backend=capabilities, layouts=layouts_for(model))
 
 

@@ -50,14 +50,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gemm_row": ("gemm", "row_sums", "fp4", "weights"),
         "gemm_tile": ("gemm", "products", "weight_tiles", "weights"),
         "gemm_many": ("gemm", "many_rows"),
-        "moe_row": (
-            "moe_row",
-            "latency_experts",
-            "short_experts",
-            "row_turns",
-            "row_sums",
-            "weights",
-        ),
+        "moe_row": ("moe_row", "latency_experts", "row_sums", "weights"),
         "moe_fp4": ("moe_fp4", "fp4_rows", "fp4"),
         "moe_gated": (
             "moe_experts",

@@ -187,7 +187,52 @@ def test_a_whole_layers_launches_compile_and_none_spills(rows: int) -> None:
     assert done.returncode == 0, done.stdout
     kernels = {line.split()[-6] for line in done.stdout.splitlines()[1:-1]}
     assert {"_project_kernel", "finish_kernel", "_values_kernel", "_logits_kernel"} <= kernels
+    assert {"_row_kernel", "gated_kernel", "outer_kernel"} <= kernels
     assert "kernels compiled; 0 faults:" in done.stdout.splitlines()[-1]
+
+
+def test_layers_do_not_need_a_gluon_that_is_not_known() -> None:
+    """It is an experimental language: another triton may have none, or another one."""
+    pytest.importorskip("triton")
+    modules = "attn_output, ffn, latency_layer, moe_experts, sparse_mla"
+    script = f"""if True:
+        import sys
+        sys.modules["triton.experimental"] = None
+        from ml4core_cuda.kernels import {modules}, target
+        target.GLUON = ()
+        print(target.gluon())"""
+    assert python("-c", script).stdout.strip() == "False"
+
+
+ONE_EXPERT = """if True:
+    import torch
+    from ml4core.api import MoESpec
+    from ml4core_cuda import aot
+    from ml4core_cuda.kernels import short_experts
+    from ml4core_cuda.measure.work import Draw
+    from ml4core_triton.aot import Case
+    from ml4core_triton.kernels.weights import weight_args
+
+    draw = Draw(0, torch.device("meta"))
+    w13, w2 = (weight_args(draw.weight("fp8_block", 1, *s)) for s in ((512, 256), (256, 256)))
+    x, share = draw.bf16(1, 256), draw.normal(1, 1)
+    expert = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+
+    def call():
+        for first in (0, 1):
+            short_experts.launch(
+                x, w13, w2, None, share, expert, x, count=1, first_expert=first, ahead=False
+            )
+
+    case = Case("one expert", call)
+    for launch in aot.launches(case, "sm_90"):
+        print(aot.compile_launch(case, launch, "sm_90").spill_bytes)"""
+
+
+def test_a_rank_of_a_single_expert_compiles() -> None:
+    """Numbers that are 1 are known as a kernel is compiled, and no tensors there."""
+    pytest.importorskip("triton")
+    assert python("-c", ONE_EXPERT).stdout.split() == ["0"] * 4
 
 
 def test_attention_by_warps_of_two_kinds_compiles_and_does_not_spill() -> None:

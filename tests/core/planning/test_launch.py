@@ -108,11 +108,16 @@ def test_reasons_of_every_part_stand_together() -> None:
 
 
 @pytest.mark.parametrize("room", [900, 4096])
+@pytest.mark.parametrize(
+    "place", [{"torch_device": "cuda:0"}, {"arch": "tpu7x"}], ids=["torch's", "not torch's"]
+)
 def test_a_devices_own_memory_is_planned(
-    monkeypatch: pytest.MonkeyPatch, choice: registry.Choice, room: int
+    monkeypatch: pytest.MonkeyPatch, choice: registry.Choice, room: int, place: dict[str, str]
 ) -> None:
-    """Weights that don't fit are a reason against the launch where that device is here."""
-    device = replace(choice.device, name="A GPU", torch_device="cuda:0", memory_bytes=room << 30)
+    """Weights that don't fit are a reason against the launch where that device is here. One that
+    isn't torch's has its tensors as the host's, and memory of its own all the same.
+    """
+    device = replace(choice.device, name="A GPU", memory_bytes=room << 30, **place)
     found = replace(choice, devices=(replace(choice.devices[0], device=device),))
     monkeypatch.setattr(registry, "select", lambda name, **more: found)
     launch = judge(EngineArgs(PUBLISHED, backend="cpu", max_model_len=4096), {})
@@ -128,6 +133,13 @@ def test_a_devices_own_memory_is_planned(
     else:
         assert launch.plan.fits
         assert refusal is None
+
+
+def test_the_hosts_memory_is_not_shared_out(choice: registry.Choice) -> None:
+    launch = judge(EngineArgs(PUBLISHED, backend="cpu", max_model_len=4096), {})
+    assert choice.device.memory_bytes > 0
+    assert launch.plan is not None
+    assert launch.plan.options.memory is None
 
 
 @pytest.mark.usefixtures("missing")

@@ -15,8 +15,10 @@ WIDTH, TOPK = 512, 3
 
 @pytest.fixture(scope="module")
 def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
+    from ml4core_cuda.kernels.target import gluon
+
+    if not torch.cuda.is_available() or not gluon():
+        pytest.skip("needs an NVIDIA GPU, and a triton whose Gluon is known")
     return torch.device("cuda")
 
 
@@ -43,6 +45,7 @@ def _expert(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
 @pytest.mark.parametrize("by_logits", [False, True], ids=["given", "by logits"])
 def test_experts(by_logits: bool, inner: int, rows: int, device: torch.device) -> None:
     from ml4core_cuda.kernels import short_experts
+    from ml4core_cuda.kernels.short_shapes import experts_fit
     from ml4core_cuda.measure.work import Draw
     from ml4core_triton.kernels.weights import weight_args
 
@@ -67,7 +70,7 @@ def test_experts(by_logits: bool, inner: int, rows: int, device: torch.device) -
         weights[0, 1] = 0.0  # adds nothing, and isn't read
         ids[-1, 0] = experts + 5  # another rank's
     (w13, w2), (s13, s2) = (tuple(map(weight_args, pair)) for pair in (routed, shared))
-    assert short_experts.serves(x, w13, w2, count)
+    assert experts_fit(x, w13, w2, count)
     out = torch.full((rows, WIDTH), torch.nan, device=device)
     short_experts.launch(
         x, w13, w2, (s13, s2), logits if by_logits else weights, None if by_logits else ids, out,
@@ -108,13 +111,14 @@ def test_a_row_that_can_not_be_judged_is_nan_and_others_are_not(device: torch.de
 @pytest.mark.parametrize("rows", [1, 3])
 def test_products(shape: tuple[int, int], rows: int, device: torch.device) -> None:
     from ml4core_cuda.kernels import row_turns
+    from ml4core_cuda.kernels.short_shapes import product_fits
     from ml4core_cuda.measure.work import Draw
     from ml4core_triton.kernels.weights import weight_args
 
     draw = Draw(sum(shape), device)
     weight = draw.weight("fp8_block", *shape)
     x, matrix = draw.bf16(rows, shape[1]), weight_args(weight)
-    assert row_turns.serves(x, matrix)
+    assert product_fits(x, matrix)
     out = torch.full((rows, shape[0]), torch.nan, device=device)
     row_turns.row_product(x, matrix, out, ahead=True)
     wanted = x.double() @ _numbers(weight).T

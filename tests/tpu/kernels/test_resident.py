@@ -20,7 +20,7 @@ import jax
 import pytest
 import torch
 
-from ml4core.api import Device, LayerKV, Segment, Session, StepPlan, StepShape
+from ml4core.api import Device, LayerKV, Session
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.llm import open_engine
 from ml4core.models.seeded import make_seeded
@@ -52,6 +52,8 @@ from ml4core_tpu.layouts import lane33_layout, tiles_layout
 from ml4core_tpu.programs import Programs
 from ml4core_tpu.resident_executor import _told_when_full
 from support.answers import Answers
+from support.tpu_plans import PAGE as TOKENS
+from support.tpu_plans import chunk
 
 TESTS = Path(__file__).parents[2]
 CHILD = TESTS / "tpu" / "resident_child.py"
@@ -60,7 +62,6 @@ SETTINGS = {
     "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS / 'tpu'}",
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 }
-PAGED = 128
 Conforms = Callable[[OpCase, bool], None]
 
 
@@ -88,34 +89,16 @@ def test_ops_on_resident_caches(conforms: Conforms, op: str, variant: str, name:
     conforms(case, op != "topk")
 
 
-def plan(rows: int) -> StepPlan:
-    """A chunk of one request, on page 1."""
-    none, groups = Segment(0, 0, 0), ("latent", "index")
-    shape = StepShape(none, none, Segment(1, rows, rows), tuple((g, 1) for g in groups), 1)
-    place = torch.arange(rows)
-    return StepPlan(
-        shape,
-        place,
-        place,
-        torch.zeros(rows, dtype=torch.int64),
-        torch.tensor([0, rows]).int(),
-        (place + 1).int(),
-        {group: torch.ones(1, 1).int() for group in groups},
-        {group: PAGED + place for group in groups},
-        torch.zeros(1, dtype=torch.int64),
-    )
-
-
 LAYER = tiny.model().layers[1]
 
 
 def filled(session: Session) -> LayerKV:
     """Caches whose every page has something in it, the same for each session."""
     draw = torch.Generator().manual_seed(0)
-    latent = session.alloc_kv(tiles_layout(), 3, PAGED)
-    keys = session.alloc_kv(lane33_layout(), 3, PAGED)
+    latent = session.alloc_kv(tiles_layout(), 3, TOKENS)
+    keys = session.alloc_kv(lane33_layout(), 3, TOKENS)
     for cache, width in ((latent, 576), (keys, 128)):
-        rows = torch.randn(3, PAGED, width, generator=draw)
+        rows = torch.randn(3, TOKENS, width, generator=draw)
         for part, content in zip(cache.parts, cache.layout.pack(rows, cache.scale), strict=True):
             part.copy_(content)
     return LayerKV(latent, keys)
@@ -124,7 +107,7 @@ def filled(session: Session) -> LayerKV:
 def stepped(session: Session) -> tuple[LayerKV, tuple[Any, ...]]:
     """The caches and results of a layer of 40 rows."""
     weights = session.prepare_weights(tiny.weights(tiny.model(), 0).layers[1], LAYER)
-    kv, given = filled(session), plan(40)
+    kv, given = filled(session), chunk(40)
     (found,) = session.providers("decoder_layer", LAYER, given.shape)
     x = torch.randn(40, LAYER.hidden_size, generator=torch.Generator().manual_seed(1))
     norm = torch.ones(LAYER.hidden_size)
@@ -150,11 +133,11 @@ def test_a_layer_writes_into_the_memory_that_it_was_given(subject: Subject) -> N
     parts = [part for cache in kv for part in cache.parts]  # type: ignore[union-attr]
     held = [part.untyped_storage().data_ptr() for part in parts]
     before = [part.array for part in parts]
-    (found,) = session.providers("decoder_layer", LAYER, plan(40).shape)
+    (found,) = session.providers("decoder_layer", LAYER, chunk(40).shape)
     weights = session.prepare_weights(tiny.weights(tiny.model(), 0).layers[1], LAYER)
     x = torch.zeros(40, LAYER.hidden_size)
     call = found.call  # type: ignore[union-attr]
-    call(weights, plan(40), kv, x, x, None, torch.ones(LAYER.hidden_size))
+    call(weights, chunk(40), kv, x, x, None, torch.ones(LAYER.hidden_size))
     assert [part.untyped_storage().data_ptr() for part in parts] == held
     assert all(array.is_deleted() for array in before)
     assert len(programs.made) == 2  # with and without a state that is normed already

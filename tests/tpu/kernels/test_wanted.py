@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ml4core.api import LayerKV, Segment, StepPlan, StepShape
+from ml4core.api import LayerKV
 from ml4core_conformance import tiny
 from ml4core_conformance.subject import Subject
 from ml4core_tpu.buckets import Buckets
@@ -17,27 +17,9 @@ from ml4core_tpu.kernels.layer.stage import LayerPrograms
 from ml4core_tpu.kernels.rows import Rows
 from ml4core_tpu.layouts import lane33_layout, tiles_layout
 from ml4core_tpu.programs import Programs
+from support.tpu_plans import PAGE, chunk
 
-PAGE = 128
 BUCKETS = Buckets(tokens=(32, 64, 100), requests=(8,), most_requests=8, pages=2)
-
-
-def plan(rows: int) -> StepPlan:
-    """A chunk of one request."""
-    none, groups = Segment(0, 0, 0), ("latent", "index")
-    shape = StepShape(none, none, Segment(1, rows, rows), tuple((g, 1) for g in groups), 1)
-    place = torch.arange(rows)
-    return StepPlan(
-        shape,
-        place,
-        place,
-        torch.zeros(rows, dtype=torch.int64),
-        torch.tensor([0, rows]).int(),
-        (place + 1).int(),
-        {group: torch.ones(1, 1).int() for group in groups},
-        {group: PAGE + place for group in groups},
-        torch.zeros(1, dtype=torch.int64),
-    )
 
 
 @pytest.mark.parametrize("rows", [1, 32, 40, 100])
@@ -54,11 +36,11 @@ def test_whatever_the_first_step_is(subject: Subject, rows: int) -> None:
         return residual, residual, None, given["attention_norm"]
 
     def asked(size: int, bucket: int) -> Any:
-        pages = layers._pages(layer, plan(size), kv, None)
-        arguments = layers._arguments(layer, given, plan(size), kv, *state(size), bucket, pages)
+        pages = layers._pages(layer, chunk(size), kv, None)
+        arguments = layers._arguments(layer, given, chunk(size), kv, *state(size), bucket, pages)
         return layers._wanted(layer, kv, arguments)[0]
 
-    wanted = [key for key, _, _ in layers.wanted(layer, given, plan(rows), kv, *state(1))]
+    wanted = [key for key, _, _ in layers.wanted(layer, given, chunk(rows), kv, *state(1))]
     assert wanted == [asked(3, 32), asked(33, 64), asked(99, 100)]
 
 
@@ -75,7 +57,7 @@ def test_pools_of_other_sizes_share_programs(subject: Subject) -> None:
             session.alloc_kv(lane33_layout(), blocks, PAGE),
         )
         rest = (state, state, None, given["attention_norm"])
-        keys.append([key for key, _, _ in layers.wanted(layer, given, plan(3), kv, *rest)])
+        keys.append([key for key, _, _ in layers.wanted(layer, given, chunk(3), kv, *rest)])
     assert keys[0] == keys[1] == keys[2]
 
 

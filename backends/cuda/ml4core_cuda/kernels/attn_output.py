@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import LayerSpec, Weight
-from ml4core_cuda.kernels import row_turns
 from ml4core_cuda.kernels.gemm import row_tiling
 from ml4core_cuda.kernels.prefetch import prefetch_rows
 from ml4core_cuda.kernels.row_sums import TOGETHER, row_sum
+from ml4core_cuda.kernels.short_shapes import product_fits
 from ml4core_triton.kernels.all_reduce_rms_norm import add_rms_norm
 from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
 from ml4core_triton.kernels.numeric import narrow, next_power, widen
@@ -105,7 +105,9 @@ def attn_rows(w: Weights, layer: LayerSpec, out: Tensor) -> Tensor:
     wo: Weight = w["wo"]
     matrix = weight_args(wo)
     found = torch.empty(len(values), matrix.rows, dtype=torch.float32, device=out.device)
-    if row_turns.serves(values, matrix):
+    if product_fits(values, matrix):
+        from ml4core_cuda.kernels import row_turns
+
         row_turns.row_product(values, matrix, found, ahead=True)
         return found
     plan = row_tiling(matrix.rows, matrix.columns, len(values), units)

@@ -2,9 +2,8 @@
 
 The shared expert is one choice more of each row, with weight 1. One row takes five launches (two of
 the router, two of the experts, one of residual and norm), or four where ``short_experts`` choose by
-logits; more rows six. Rate model of one row at a
-rank of eight (experts of 768 in ``fp8_block``): five experts of 14.2 MB and a router of 3.1 MB,
-74 MB in all, 17.4 us at 4.25 TB/s.
+logits; more rows six. Rate model of one row at a rank of eight (experts of 768 in ``fp8_block``):
+five experts of 14.2 MB and a router of 3.1 MB, 74 MB in all, 17.4 us at 4.25 TB/s.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import MoESpec, Weight
-from ml4core_cuda.kernels import short_experts
 from ml4core_cuda.kernels.gemm import gemm
 from ml4core_cuda.kernels.moe_experts import each_choice, moe_experts, taken_apart
 from ml4core_cuda.kernels.moe_row import rows_apart
+from ml4core_cuda.kernels.short_shapes import experts_fit
 from ml4core_triton.kernels.all_reduce_rms_norm import add_rms_norm
 from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
 from ml4core_triton.kernels.numeric import narrow, next_power, widen
@@ -88,7 +87,9 @@ def moe_ffn(
         apart = taken_apart(hidden, routed[0], act)
         hidden = hidden.contiguous()
         count = moe.topk + 1
-        if apart and short_experts.serves(hidden, *routed, count):
+        if apart and experts_fit(hidden, *routed, count):
+            from ml4core_cuda.kernels import short_experts
+
             logits = row_logits(hidden, gate)
             out = torch.empty_like(hidden)
             short_experts.launch(

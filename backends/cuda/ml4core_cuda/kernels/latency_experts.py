@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core.api import MoESpec
-from ml4core_cuda.kernels import short_experts
 from ml4core_cuda.kernels.gemm import RowTiling, row_tiling
 from ml4core_cuda.kernels.moe_row import shape_key
 from ml4core_cuda.kernels.prefetch import prefetch_rows
 from ml4core_cuda.kernels.row_sums import APART, IN_TURN, TOGETHER, block_scales, group_sums
+from ml4core_cuda.kernels.short_shapes import experts_fit
 from ml4core_cuda.kernels.target import device_name, most_registers
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
@@ -207,7 +207,9 @@ def expert_rows(
     (w13, w2), (s13, s2) = experts, shared
     rows, units, count = len(hidden), units_of(hidden.device), moe.topk + 1
     out = torch.empty(rows, w2.rows, dtype=torch.float32, device=hidden.device)
-    if short_experts.serves(hidden, w13, w2, count):
+    if experts_fit(hidden, w13, w2, count):
+        from ml4core_cuda.kernels import short_experts
+
         short_experts.launch(
             hidden, w13, w2, shared, logits, None, out, count=count, moe=moe, ahead=True
         )

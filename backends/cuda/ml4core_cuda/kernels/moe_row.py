@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ml4core_cuda.kernels import moe_fp4, short_experts
+from ml4core_cuda.kernels import moe_fp4
 from ml4core_cuda.kernels.expert_matrix import expert_matrix
 from ml4core_cuda.kernels.gemm import RowTiling, row_tiling
 from ml4core_cuda.kernels.prefetch import prefetch_rows
 from ml4core_cuda.kernels.row_sums import APART, IN_TURN, TOGETHER, row_sum
+from ml4core_cuda.kernels.short_shapes import experts_fit
 from ml4core_cuda.kernels.target import device_name
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels.chaining import dependent, let_next_begin, wait_for_previous
@@ -135,7 +136,9 @@ def rows_apart(
     if moe_fp4.serves(x, w13, w2):
         moe_fp4.rows_apart(x, w13, w2, shared, weights, ids, first_expert, out, ahead=ahead)
         return
-    if short_experts.serves(x, w13, w2, ids.shape[1]):
+    if experts_fit(x, w13, w2, ids.shape[1]):
+        from ml4core_cuda.kernels import short_experts
+
         short_experts.launch(
             x, w13, w2, shared, weights, ids, out, count=ids.shape[1], first_expert=first_expert,
             ahead=ahead,

@@ -15,22 +15,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ml4core_cuda.kernels.short_shapes import ROWS, TURN
 from ml4core_triton.kernels import chaining
 from ml4core_triton.kernels.chaining import dependent
-from ml4core_triton.kernels.numeric import INTERPRETED, next_power
-from ml4core_triton.kernels.weights import FP8_BLOCK, WeightArgs
+from ml4core_triton.kernels.numeric import next_power
+from ml4core_triton.kernels.weights import WeightArgs
 
-ROWS, TURN = 16, 256
-"""Rows of a matrix a program, and columns of a turn: bytes, too."""
 AHEAD = 6
 """Turns on their way: 24 KiB a program."""
-MOST_TURNS = 32
-"""Of a program: they are written out, one after the other."""
 REGISTERS = 128
 """Of a thread: four programs a multiprocessor."""
 
@@ -137,24 +133,9 @@ def _row_kernel(
     gl.store(out + token * N + row, gl.sum(acc, 1).to(out.dtype.element_ty))
 
 
-def fits(x: Tensor, w: WeightArgs, turns: int) -> bool:
-    """Whether a matrix is one for this, of programs that take so many turns."""
-    return (
-        not INTERPRETED.value
-        and x.dtype == torch.bfloat16
-        and w.format == FP8_BLOCK
-        and w.columns % TURN == w.rows % ROWS == 0
-        and turns <= MOST_TURNS
-    )
-
-
-def serves(x: Tensor, w: WeightArgs) -> bool:
-    """Whether ``row_product`` has this product."""
-    return w.matrices == 1 and fits(x, w, w.columns // TURN)
-
-
 def row_product(x: Tensor, w: WeightArgs, out: Tensor, *, ahead: bool) -> None:
-    """Fills ``out`` [T, N] with a matrix times each row of ``x`` bf16 [T, K], dense. ``ahead``: the
+    """Fills ``out`` [T, N] with a matrix times each row of ``x`` bf16 [T, K], dense,
+    as ``product_fits`` has them. ``ahead``: the
     launch may begin before the end of the one before it.
     """
     named: dict[str, Any] = {"num_warps": 4, "maxnreg": REGISTERS, **dependent(ahead)}

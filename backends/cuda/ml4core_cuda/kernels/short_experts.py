@@ -31,16 +31,14 @@ from ml4core_cuda.kernels.row_turns import (
     LINE,
     LINES,
     REGISTERS,
-    ROWS,
-    TURN,
     WORDS,
-    fits,
     let_next_begin,
     product,
     stage,
     turn_of,
     wait_for_previous,
 )
+from ml4core_cuda.kernels.short_shapes import ROWS, TURN
 from ml4core_triton.kernels import silu_mul
 from ml4core_triton.kernels.chaining import dependent
 from ml4core_triton.kernels.numeric import next_power
@@ -139,7 +137,8 @@ def gated_kernel(
     ASKED: gl.constexpr = min(MOST_AHEAD, TURNS)
     # The shared expert first: it is known before the router has spoken.
     choice, token = COUNT - 1 - gl.program_id(1), gl.program_id(2).to(gl.int64)
-    expert, share = E.to(gl.int32), 1.0
+    E = gl.to_tensor(E)  # of a single expert it is known as this is compiled
+    expert, share = E, 1.0
     if not (SHARED and choice == COUNT - 1):
         wait_for_previous(DEPENDENT)
         experts, shares = _choices(
@@ -195,6 +194,7 @@ def outer_kernel(
     PART: gl.constexpr = K // 256
     TURNS: gl.constexpr = PART * COUNT
     ASKED: gl.constexpr = min(MOST_AHEAD, TURNS)
+    E = gl.to_tensor(E)
     token = gl.program_id(1).to(gl.int64)
     experts, shares = _choices(
         given, ids, token, first_expert, E, routed_scale, BY_LOGITS, SHARED, COUNT, RENORMALIZE,
@@ -229,11 +229,6 @@ def outer_kernel(
     gl.store(out + token * H + row, gl.sum(acc, 1).to(out.dtype.element_ty))
 
 
-def serves(x: Tensor, w13: WeightArgs, w2: WeightArgs, count: int) -> bool:
-    """Whether these matrices are such, of ``count`` choices a row."""
-    return fits(x, w13, w13.columns // TURN) and fits(x, w2, count * w2.columns // TURN)
-
-
 def launch(
     x: Tensor,
     w13: WeightArgs,
@@ -249,9 +244,11 @@ def launch(
     ahead: bool,
 ) -> None:
     """Fills ``out`` [T, H] with the weighted sum of ``count`` choices of each row of ``x`` [T, H],
-    whose weights fp32 [T, count] are ``given``, and experts int64 ``ids``; without these, those of
-    router logits fp32 [T, E], as ``moe`` has it. With ``shared`` (its w13 and w2), id E is that
-    expert, and the last choice.
+    of experts as ``experts_fit`` has them.
+
+    Weights fp32 [T, count] are ``given``, and experts int64 ``ids``; without these, what is given
+    are router logits fp32 [T, E], and ``moe`` says how they choose. With ``shared`` (its w13 and
+    w2), id E is that expert, and the last choice.
     """
     rows = len(x)
     other13, other2 = shared or (w13, w2)

@@ -9,21 +9,19 @@ matrix units take.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache as once
 
 import torch
-import triton
 from torch import Tensor
 
 from ml4core.api import KVCache
 from ml4core_cuda.kernels import tile_mla
-from ml4core_cuda.kernels.target import arch_of, device_name
+from ml4core_cuda.kernels.target import arch_of, device_name, gluon
 from ml4core_cuda.tuned import sizes_for
 from ml4core_triton.kernels import attend_slots
 from ml4core_triton.kernels.attend_slots import Plan
 from ml4core_triton.kernels.latents import LatentRows, latent_rows
 from ml4core_triton.kernels.merge_lse import merge
-from ml4core_triton.kernels.numeric import INTERPRETED, next_power
+from ml4core_triton.kernels.numeric import next_power
 from ml4core_triton.kernels.target import units_of
 
 MOST_SPLITS = 8
@@ -34,8 +32,6 @@ FEW_TILES = 8
 """Tiles of 16 heads, of all rows, up to which form 0 has them. On an H200, with 64 heads: 12.0 us
 against 14.8 at 1 row.
 """
-GLUON = ("3.6", "3.7")
-"""Versions of triton whose Gluon form 2 was compiled with; it is an experimental language."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +102,6 @@ def shared_out(rows: int, heads: int, processors: int) -> Tiling:
     if few or (tile == 16 and MOST_SPLITS < splits <= 4 * MOST_SPLITS):
         return tiling(rows, heads, False, processors)
     return Tiling(tile, 64, splits, 8, 1, form=2)
-
-
-@once
-def gluon() -> bool:
-    """Whether this triton has what form 2 is written in."""
-    version = tuple(triton.__version__.split(".")[:2])
-    return not INTERPRETED.value and ".".join(version) in GLUON
 
 
 def shape_key(layout: str, rows: int, heads: int, keys: int) -> str:

@@ -8,12 +8,17 @@ from functools import cache
 from types import MappingProxyType
 
 import torch
+import triton
 
 from ml4core_triton.kernels import target
+from ml4core_triton.kernels.numeric import INTERPRETED
 from ml4core_triton.kernels.target import Target, target_of
 
 AHEAD_NAMES: Mapping[str, str] = MappingProxyType({"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200"})
 """The devices whose measured sizes are compiled ahead."""
+
+GLUON = ("3.6", "3.7")
+"""Versions of triton whose Gluon kernels were compiled with; it is an experimental language."""
 
 _UNITS = 132
 """Multiprocessors of an H200, for launches that are compiled ahead."""
@@ -36,6 +41,13 @@ def device_name(device: torch.device) -> str:
 @cache
 def _name(index: int) -> str:
     return torch.cuda.get_device_name(index)
+
+
+@cache
+def gluon() -> bool:
+    """Whether this triton has what kernels in Gluon are written in; the interpreter has not."""
+    version = tuple(triton.__version__.split(".")[:2])
+    return not INTERPRETED.value and ".".join(version) in GLUON
 
 
 def ahead(arch: str) -> AbstractContextManager[None]:

@@ -31,7 +31,6 @@ from ml4core_cuda.kernels.attn_inputs import attn_inputs
 from ml4core_cuda.kernels.attn_output import attn_output
 from ml4core_cuda.kernels.ffn import moe_ffn
 from ml4core_cuda.kernels.latency_layer import latency_layer
-from ml4core_cuda.kernels.moe_row import shape_key
 from ml4core_cuda.kernels.select_stage import select_stage
 from ml4core_cuda.kernels.sparse_mla import sparse_mla
 from ml4core_cuda.measure import sizes
@@ -42,7 +41,7 @@ from ml4core_cuda.measure.standard import (
     composed_output,
     standard_layer,
 )
-from ml4core_cuda.measure.work import Draw, Inputs, Sizes, Work
+from ml4core_cuda.measure.work import Draw, Inputs, Work
 
 BLOCK, CONTEXT = 64, 65536
 _INDEXER = IndexerSpec(32, 128, 2048, 64, ssmax=SSMaxSpec("log", per_head=True))
@@ -106,23 +105,7 @@ def _of(layer: LayerSpec, owner: bool, rows: int, context: int, small: bool) -> 
             f"layer {name} {who}", "layer", make, call,
             None if name == "composed" else partial(_layer_error, composed=composed), floor,
             target=told, target_us=us,
-            tuned=_rows_tuned(layer, small) if rows == 1 and name.startswith("latency") else (),
         )  # fmt: skip
-
-
-def _rows_tuned(layer: LayerSpec, small: bool) -> list[tuple[str, str, tuple[Sizes, ...]]]:
-    """The experts' products of a single row, the shared one among them."""
-    assert layer.moe is not None
-    inner, count = layer.moe.expert_width, layer.moe.topk + 1
-    shapes = (("gated", inner, layer.hidden_size), ("outer", layer.hidden_size, inner))
-    return [
-        (
-            "moe_row",
-            shape_key("fp8_block", part, rows, width, count),
-            () if small else sizes.MOE_ROW,
-        )
-        for part, rows, width in shapes
-    ]
 
 
 def _stages(layer: LayerSpec, who: str, make: Callable[..., Inputs]) -> Iterator[Work]:

@@ -25,7 +25,7 @@ LENS = (0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 575, 2047, 2048)
 
 @pytest.fixture(scope="module")
 def device() -> torch.device:
-    from ml4core_cuda.kernels.sparse_mla import gluon
+    from ml4core_cuda.kernels.target import gluon
 
     if torch.cuda.get_device_capability() != (9, 0) or not gluon():
         pytest.skip("needs a Hopper GPU, and a triton whose Gluon is known")

@@ -71,7 +71,8 @@ def resident_weight(weight: Weight, devices: Devices, cut: bool = False) -> Weig
         place = NamedSharding(devices.local, PartitionSpec(TENSOR))
 
     def held(part: Tensor) -> DeviceTensor:
-        array = jax.device_put(to_jax(part), place, may_alias=False)
+        # Waited for: what is read from a checkpoint may be overwritten by what comes next.
+        array = jax.block_until_ready(jax.device_put(to_jax(part), place, may_alias=False))
         return DeviceTensor(array, devices, tuple(part.shape), part.dtype)
 
     parts: dict[str, Tensor] = {name: held(part) for name, part in weight.parts.items()}

@@ -62,10 +62,11 @@ class Devices:
 
     def copied(self, tensor: Tensor, like: jax.Array) -> jax.Array:
         """A tensor of the host as this process's part of an array that lies as ``like`` does, on
-        memory of its own.
+        memory of its own. Waits for the copy: the tensor may change as soon as this returns.
         """
         local = like.sharding.shard_shape(like.shape)
         array = to_jax(tensor).reshape(local)
         places = [shard.device for shard in like.addressable_shards]
         parts = [jax.device_put(array, place, may_alias=False) for place in places]
+        jax.block_until_ready(parts)
         return jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts)

@@ -208,14 +208,18 @@ ONE_EXPERT = """if True:
     import torch
     from ml4core.api import MoESpec
     from ml4core_cuda import aot
-    from ml4core_cuda.kernels import short_experts
+    from ml4core_cuda.kernels import fp4_experts, short_experts
     from ml4core_cuda.measure.work import Draw
     from ml4core_triton.aot import Case
     from ml4core_triton.kernels.weights import weight_args
 
     draw = Draw(0, torch.device("meta"))
     w13, w2 = (weight_args(draw.weight("fp8_block", 1, *s)) for s in ((512, 256), (256, 256)))
-    x, share = draw.bf16(1, 256), draw.normal(1, 1)
+    fp4 = [
+        [weight_args(draw.weight(format, 1, *s)) for s in ((1536, 768), (768, 768))]
+        for format in ("nvfp4", "mxfp4")
+    ]
+    x, wide, share = draw.bf16(1, 256), draw.bf16(1, 768), draw.normal(1, 1)
     expert = torch.zeros(1, 1, dtype=torch.int64, device="meta")
 
     def call():
@@ -223,6 +227,8 @@ ONE_EXPERT = """if True:
             short_experts.launch(
                 x, w13, w2, None, share, expert, x, count=1, first_expert=first, ahead=False
             )
+        for first, second in fp4:
+            fp4_experts.each_choice(wide, first, second, None, share, expert, 0)
 
     case = Case("one expert", call)
     for launch in aot.launches(case, "sm_90"):
@@ -232,7 +238,7 @@ ONE_EXPERT = """if True:
 def test_a_rank_of_a_single_expert_compiles() -> None:
     """Numbers that are 1 are known as a kernel is compiled, and no tensors there."""
     pytest.importorskip("triton")
-    assert python("-c", ONE_EXPERT).stdout.split() == ["0"] * 4
+    assert python("-c", ONE_EXPERT).stdout.split() == ["0"] * 9  # with an order
 
 
 def test_attention_by_warps_of_two_kinds_compiles_and_does_not_spill() -> None:

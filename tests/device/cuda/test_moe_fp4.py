@@ -13,14 +13,22 @@ pytestmark = [  # what numpy says of the interpreter's ways
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
 
-EXPERTS, WIDTH, INNER, TOPK = 3, 256, 128, 2
+EXPERTS = 3
+SMALL, LARGE = (256, 128), (1152, 640)
+"""Widths of the model and of an expert. The larger ones are those that ``fp4_experts`` takes, with
+a last step that isn't whole.
+"""
+SIZES = [
+    pytest.param(SMALL, id="small"),
+    pytest.param(LARGE, id="large", marks=pytest.mark.accelerator),
+]
 
 
-def _weights(format: str, device: torch.device) -> tuple[Weight, Weight]:
+def _weights(format: str, sizes: tuple[int, int], device: torch.device) -> tuple[Weight, Weight]:
     from ml4core_cuda.measure.work import Draw
 
-    draw = Draw(3, device)
-    shapes = ((EXPERTS, 2 * INNER, WIDTH), (EXPERTS, WIDTH, INNER))
+    draw, (width, inner) = Draw(3, device), sizes
+    shapes = ((EXPERTS, 2 * inner, width), (EXPERTS, width, inner))
     first, second = (draw.weight(format, *shape) for shape in shapes)
     return first, second
 
@@ -56,13 +64,14 @@ def _both(x: Tensor, w13: Weight, w2: Weight, weights: Tensor, ids: Tensor) -> l
     return found
 
 
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_rows_apart_and_together_are_the_sum_of_their_experts(
-    format: str, device: torch.device
+    format: str, sizes: tuple[int, int], device: torch.device
 ) -> None:
-    w13, w2 = _weights(format, device)
+    w13, w2 = _weights(format, sizes, device)
     draw = torch.Generator().manual_seed(1)
-    x = torch.randn(3, WIDTH, generator=draw).to(device, torch.bfloat16)
+    x = torch.randn(3, sizes[0], generator=draw).to(device, torch.bfloat16)
     ids = torch.tensor([[0, 2], [EXPERTS, 0], [0, 1]], device=device)  # one is another rank's
     weights = torch.tensor([[0.5, 1.5], [1.0, 2.0], [0.7, 0.0]], device=device)
     wanted = _wanted(x, w13, w2, weights, ids)
@@ -73,11 +82,14 @@ def test_rows_apart_and_together_are_the_sum_of_their_experts(
 @pytest.mark.parametrize(
     "byte", [0, 132, 133, 255, *(pytest.param(b, marks=pytest.mark.slow) for b in (100, 150))]
 )
-def test_scales_of_mxfp4_are_exact_however_large(byte: int, device: torch.device) -> None:
-    w13, w2 = _weights("mxfp4", device)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_scales_of_mxfp4_are_exact_however_large(
+    sizes: tuple[int, int], byte: int, device: torch.device
+) -> None:
+    w13, w2 = _weights("mxfp4", sizes, device)
     w13.parts["scale"][0].fill_(byte)
     size = 2.0 ** (127 - byte)  # so that sums are of about one
-    x = torch.zeros(1, WIDTH, dtype=torch.bfloat16, device=device)
+    x = torch.zeros(1, sizes[0], dtype=torch.bfloat16, device=device)
     x[0, [0, 77, 255]] = torch.tensor([1.0, -1.5, 0.5], dtype=torch.bfloat16, device=device)
     x *= size if byte < 255 else 1.0
     ids = torch.tensor([[0, 1]], device=device)
@@ -89,6 +101,20 @@ def test_scales_of_mxfp4_are_exact_however_large(byte: int, device: torch.device
             wanted = _wanted(x, w13, w2, weights, ids)
             assert (found.double() - wanted).abs().max() <= 6e-3 * wanted.abs().max()
             assert wanted.abs().max() > 0
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_eight_rows_of_an_expert_and_more(format: str, device: torch.device) -> None:
+    w13, w2 = _weights(format, LARGE, device)
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randn(19, LARGE[0], generator=draw).to(device, torch.bfloat16)
+    ids = torch.zeros(19, 1, dtype=torch.int64, device=device)
+    ids[17:] = 2
+    weights = torch.ones(19, 1, device=device)
+    wanted = _wanted(x, w13, w2, weights, ids)
+    for found in _both(x, w13, w2, weights, ids):
+        assert (found.double() - wanted).abs().max() < 6e-3 * wanted.abs().max()
 
 
 def test_a_product_of_few_programs_has_more_warps() -> None:

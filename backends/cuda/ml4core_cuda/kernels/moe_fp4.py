@@ -1,7 +1,8 @@
 """Routed experts in FP4 for so few rows that an expert has 8 at most: by ``fp4_rows``.
 
 Either each row by itself, in the two launches of ``moe_row``; or the rows of an expert together, so
-that its weights are read once, in the launches of ``moe_experts``. What the first product gives is
+that its weights are read once, in the launches of ``moe_experts``, by ``fp4_experts`` where it has
+them. What the first product gives is
 written where the second one's matrix units want it.
 
 Rate model of an H200, 128 experts of 6,144 x 6,144, top-4, in ``nvfp4`` (63.7 MB each, 4.25 TB/s):
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ml4core_cuda.kernels.expert_matrix import expert_matrix
 from ml4core_cuda.kernels.fp4_rows import ROWS, place_of, row_sums
+from ml4core_cuda.kernels.fp4_shapes import turns_fit
 from ml4core_cuda.kernels.prefetch import prefetch_rows
 from ml4core_cuda.kernels.target import device_name
 from ml4core_cuda.tuned import sizes_for
@@ -291,6 +293,10 @@ def each_choice(
     first_expert: int,
 ) -> Tensor:
     """As ``moe_experts.each_choice``."""
+    if turns_fit(w13, w2):
+        from ml4core_cuda.kernels import fp4_experts
+
+        return fp4_experts.each_choice(x, w13, w2, shared, weights, ids, first_expert)
     rows, topk = ids.shape
     experts = w13.matrices + (shared is not None)
     width, other = w2.columns, shared or (None, None)

@@ -140,11 +140,14 @@ def _experts(small: bool) -> Iterator[Work]:
         if not small:
             kind = "numbers" if act is None else "codes by block"
             if format in ("nvfp4", "mxfp4"):
+                together = 1 if rows <= 4 else moe_fp4.ROWS
                 keys = [
-                    moe_fp4.shape_key(format, part, inner, width, 1 if rows <= 4 else 8, _TOPK)
+                    moe_fp4.shape_key(format, part, inner, width, together, _TOPK)
                     for part in ("gated", "outer")
                 ]
-                tuned = [("moe_fp4", key, sizes.MOE_FP4) for key in keys]
+                few = "moe_fp4", sizes.MOE_FP4
+                kernel, found = few if together == 1 else ("fp4_experts", sizes.FP4_TURNS)
+                tuned = [(kernel, key, found) for key in keys]
             elif rows == 1:
                 tuned = [
                     ("moe_row", moe_row.shape_key(format, p, inner, width, _TOPK), sizes.MOE_ROW)

@@ -149,6 +149,14 @@ MOE_FP4 = tuple(
     )
 )
 
+FP4_TURNS = tuple(
+    dict(columns=c, warps=w, chunks=k, stages=s)
+    for c, w, k, s in (
+        *((32, 2, 2, 3), (32, 2, 2, 2), (32, 2, 1, 4), (32, 2, 4, 2), (32, 4, 2, 2)),
+        *((32, 4, 1, 4), (32, 1, 4, 2), (64, 2, 2, 2), (64, 2, 1, 3), (16, 2, 4, 3)),
+    )
+)
+
 
 MOE_MANY = tuple(
     dict(columns=c, rows=r, warps=w, stages=s)

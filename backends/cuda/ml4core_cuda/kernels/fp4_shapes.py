@@ -24,7 +24,7 @@ class TurnsTiling:
     columns: int = 32
     warps: int = 2
     chunks: int = 2
-    stages: int = 3
+    stages: int = 2
 
 
 def turns_fit(*weights: WeightArgs) -> bool:

@@ -152,9 +152,25 @@ def moved(byte):
 def fp8_code(x, FNUZ: tl.constexpr):
     """FP8 bytes uint8 of fp32: to nearest, ties to even, saturating at 448 or 240; NaN is 0x7F, or
     0x80 in e4m3fnuz, which has no -0.
-
-    In integers: what casts do with overflow and NaN differs between devices.
     """
+    if INTERPRETED or FNUZ or is_hip():
+        found = _code_of(x, FNUZ)
+    else:
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f",
+            [x],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    return found
+
+
+@triton.jit
+def _code_of(x, FNUZ: tl.constexpr):
+    """In integers: what casts do with overflow and NaN differs between devices."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     # Normal numbers: round the fraction to 3 bits and move the exponent's bias.

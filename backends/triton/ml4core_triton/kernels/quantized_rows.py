@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ml4core_triton.kernels.fp8 import fp8_code
-from ml4core_triton.kernels.numeric import finite_size, widen
+from ml4core_triton.kernels.numeric import INTERPRETED, finite_size, widen
 
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
@@ -37,6 +37,24 @@ def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
+def _quotients(value, each):
+    """value / each, as a division rounds it, where none is beyond 448 but those that aren't finite.
+
+    The inverse is shared by what shares ``each``; two corrections make good for its rounding.
+    """
+    if INTERPRETED:
+        found = tl.div_rn(value, each)
+    else:
+        inverse = tl.div_rn(1.0, each)
+        first = value * inverse
+        found = tl.fma(tl.fma(-first, each, value), inverse, first)
+        found = tl.fma(tl.fma(-found, each, value), inverse, found)
+        # Infinity less infinity is none.
+        found = tl.where(tl.abs(first) < float("inf"), found, first)
+    return found
+
+
+@triton.jit
 def _block_kernel(x, data, scale, K, x_row, BLOCKS: tl.constexpr):
     """Codes and scales of 128-column blocks: grid (T, groups of blocks)."""
     row = tl.program_id(0).to(tl.int64)
@@ -45,7 +63,7 @@ def _block_kernel(x, data, scale, K, x_row, BLOCKS: tl.constexpr):
     fits = columns < K
     value = widen(tl.load(x + row * x_row + columns, mask=fits, other=0.0))
     each = tl.div_rn(tl.maximum(tl.max(finite_size(value), axis=1), 1e-10), 448.0)
-    code = fp8_code(tl.div_rn(value, tl.broadcast_to(each[:, None], value.shape)), False)
+    code = fp8_code(_quotients(value, each[:, None]), False)
     tl.store(data + row * K + columns, code, mask=fits)
     tl.store(scale + row * tl.cdiv(K, _BLOCK) + block, each, mask=block < tl.cdiv(K, _BLOCK))
 
@@ -64,5 +82,5 @@ def _row_kernel(x, data, scale, K, x_row, BLOCK: tl.constexpr):
     for start in range(0, K, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         value = widen(tl.load(x + row * x_row + columns, mask=columns < K, other=0.0))
-        code = fp8_code(tl.div_rn(value, tl.zeros_like(value) + each), False)
+        code = fp8_code(_quotients(value, each), False)
         tl.store(data + row * K + columns, code, mask=columns < K)

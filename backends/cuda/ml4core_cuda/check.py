@@ -85,7 +85,7 @@ def write(out: Path) -> dict[str, Any]:
     found = gathered(lines, works)
     (out / "check.json").write_text(json.dumps(found, indent=1, default=str), "utf-8")
     (out / "table.txt").write_text(table(found) + "\n", "utf-8")
-    if any(line["key"].startswith("tuned/") for line in lines):
+    if any(line["key"].startswith(("tuned/", "peer/")) for line in lines):
         (out / "measured.json").write_text(measured(found, lines), "utf-8")
     return found
 

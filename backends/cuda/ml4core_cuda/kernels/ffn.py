@@ -2,8 +2,8 @@
 
 The shared expert is one choice more of each row, with weight 1. One row takes five launches (two of
 the router, two of the experts, one of residual and norm); more rows six; up to four rows four where
-``short_experts`` choose by logits. Rate model of one row at a rank of eight (experts of 768 in ``fp8_block``):
-five experts of 14.2 MB and a router of 3.1 MB, 74 MB in all, 17.4 us at 4.25 TB/s.
+``short_experts`` choose by logits. Rate model of one row at a rank of eight (experts of 768 in
+``fp8_block``): five experts of 14.2 MB and a router of 3.1 MB, 74 MB in all, 17.4 us at 4.25 TB/s.
 """
 
 from __future__ import annotations

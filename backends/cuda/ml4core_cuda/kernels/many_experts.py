@@ -1,7 +1,10 @@
 """Experts of many rows each, on e4m3 codes by block: the products of ``many_rows`` on rows in the
 order of experts.
 
-The first product's two tiles are of w1 and of w3, so that the gate is in its epilogue.
+The first product's two tiles are of w1 and of w3, so that the gate is in its epilogue. An expert's
+last rows, if half a tile has them, take half its work there: of 16,384 choices among 128 experts
+every second expert has some beyond its first 128. In the second product that costs more than it
+gives, as its registers spill then.
 """
 
 from __future__ import annotations
@@ -32,6 +35,29 @@ def serves(kind: int, w: WeightArgs, columns: int, rows: int, experts: int) -> b
 
 
 @triton.jit
+def _gated(
+    x, x_scale, data, scale, order, tile, out, W, K, topk, x_row, scale_row,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """silu(w1 x) * (w3 x) of up to BM choices of a tile."""
+    place = tl.arange(0, BM)
+    # Places that aren't there are the last one again.
+    kept = tl.minimum(place, tl.load(tile + 2) - 1)
+    token = (tl.load(order + tl.load(tile + 1) + kept) // topk).to(tl.int64)
+    start = tl.program_id(0) * BN
+    gate, up = two_sums(
+        x, token * x_row, x_scale, token * scale_row, data, scale, start, W + start, K, BM, BN,
+        STAGES,
+    )  # fmt: skip
+    # Again, as registers are short above.
+    choice = tl.load(order + tl.load(tile + 1) + kept).to(tl.int64)
+    column = start + tl.arange(0, BN)
+    where = out + choice[:, None] * W + column[None, :]
+    inner = narrow(silu(gate) * up, out.dtype.element_ty)
+    tl.store(where, inner, mask=(place < tl.load(tile + 2))[:, None])
+
+
+@triton.jit
 def _gated_kernel(
     x, x_scale, data, scale, shared, shared_scale, order, tiles, out,
     W, K, E, topk, x_row, scale_row, scale_size,
@@ -41,26 +67,20 @@ def _gated_kernel(
     tile = tiles + tl.program_id(1) * 3
     count = tl.load(tile + 2)
     if count > 0:
-        expert = tl.load(tile).to(tl.int64)
-        place = tl.arange(0, BM)
-        # Places that aren't there are the last one again.
-        kept = tl.minimum(place, count - 1)
-        choice = tl.load(order + tl.load(tile + 1) + kept)
-        token = (choice // topk).to(tl.int64)
         data, scale, _ = expert_matrix(
-            data, scale, scale, shared, shared_scale, shared_scale, expert, E, 2 * W, K,
-            scale_size, _FP8_BLOCK, SHARED,
+            data, scale, scale, shared, shared_scale, shared_scale, tl.load(tile).to(tl.int64), E,
+            2 * W, K, scale_size, _FP8_BLOCK, SHARED,
         )  # fmt: skip
-        start = tl.program_id(0) * BN
-        gate, up = two_sums(
-            x, token * x_row, x_scale, token * scale_row, data, scale, start, W + start, K, BM, BN,
-            STAGES,
-        )  # fmt: skip
-        choice = tl.load(order + tl.load(tile + 1) + kept)  # again, as registers are short above
-        column = start + tl.arange(0, BN)
-        where = out + choice.to(tl.int64)[:, None] * W + column[None, :]
-        inner = narrow(silu(gate) * up, out.dtype.element_ty)
-        tl.store(where, inner, mask=(place < count)[:, None])
+        if count > BM // 2:
+            _gated(
+                x, x_scale, data, scale, order, tile, out, W, K, topk, x_row, scale_row,
+                BM, BN, STAGES,
+            )  # fmt: skip
+        else:
+            _gated(
+                x, x_scale, data, scale, order, tile, out, W, K, topk, x_row, scale_row,
+                BM // 2, BN, STAGES,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -27,12 +27,6 @@ _ONCE = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _page_at(table, column, columns, BLOCK_SIZE: tl.constexpr):
-    """The page of a column; of one behind the last the table's last one."""
-    return tl.load(table + tl.minimum(column, columns - 1) // BLOCK_SIZE)
-
-
-@triton.jit
 def page_logits_kernel(
     q,
     weights,
@@ -87,16 +81,6 @@ def page_logits_kernel(
         begin = tl.load(query_start + request)
         begin += (tl.program_id(0) % row_tiles) * BR
         end = tl.load(query_start + request + 1)
-        # The first page is on its way before it is known whether any of it is seen.
-        inside = tl.arange(0, BLOCK_SIZE)
-        at_byte = inside[:, None] * D + tl.arange(0, D)[None, :]
-        table = block_table + request.to(tl.int64) * table_stride
-        page = _page_at(table, first_column, columns, BLOCK_SIZE)
-        known = (page >= 0) & (page < blocks)
-        start = tl.where(known, page, 0).to(tl.int64) * page_stride
-        codes = tl.load(pages + start + at_byte)
-        key_scale = key_scales(pages, start, inside, inside >= 0, KIND, D, BLOCK_SIZE)
-        page = _page_at(table, first_column + BLOCK_SIZE, columns, BLOCK_SIZE)
         each = begin + tl.arange(0, BR)
         seen = tl.minimum(tl.load(visible + each, each < end, other=0), columns)
         last = last_column if FILL else tl.minimum(last_column, tl.max(seen, 0))
@@ -122,15 +106,17 @@ def page_logits_kernel(
                 FP8,
             )
             out = scores + each.to(tl.int64)[None, :] * columns
+            inside = tl.arange(0, BLOCK_SIZE)
+            codes = inside[:, None] * D + tl.arange(0, D)[None, :]
+            table = block_table + request.to(tl.int64) * table_stride
+            page = tl.load(table + first_page)
             for at in range(first_column, last, BLOCK_SIZE):
-                keys, factors, there = decoded(codes, tl.float16, False), key_scale, known
-                # The next page, if there is one, into the registers that these codes had.
-                more = inside < tl.where(at + BLOCK_SIZE < last, BLOCK_SIZE, 0)
                 known = (page >= 0) & (page < blocks)
                 start = tl.where(known, page, 0).to(tl.int64) * page_stride
-                codes = tl.load(pages + start + at_byte, mask=more[:, None])
-                key_scale = key_scales(pages, start, inside, more, KIND, D, BLOCK_SIZE)
-                page = _page_at(table, at + 2 * BLOCK_SIZE, columns, BLOCK_SIZE)
+                keys = decoded(tl.load(pages + start + codes), tl.float16, False)
+                key_scale = key_scales(pages, start, inside, inside >= 0, KIND, D, BLOCK_SIZE)
+                # Of the next page, which may be none; the table's last one is read again then.
+                page = tl.load(table + tl.minimum(at + BLOCK_SIZE, columns - 1) // BLOCK_SIZE)
                 found = tl.zeros((BLOCK_SIZE, BR), tl.float32)
                 left = tl.full((), BLOCK_SIZE, tl.int32)
                 while left > 0:
@@ -142,7 +128,7 @@ def page_logits_kernel(
                     # Another value, or it would be no longer carried.
                     keys = tl.zeros(keys.shape, keys.dtype)
                     left -= _ONCE
-                found = tl.where(there, found * factors[:, None], 0.0)
+                found = tl.where(known, found * key_scale[:, None], 0.0)
                 position = at + inside
                 sees = position[:, None] < seen[None, :]
                 written = (each < end)[None, :] & (position < last)[:, None]

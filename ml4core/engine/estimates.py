@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ml4core.api import Deployment
+from ml4core.api import Capabilities, Deployment
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
 from ml4core.models.checkpoint import Checkpoint
 from ml4core.planning.model import checkpoint_model
-from ml4core.planning.plan import PlanOptions, make_plan
+from ml4core.planning.plan import CAPTURES, PlanOptions, make_plan
 
 _NOT_A_STEPS = ("graphs", "runtime")
 
 
-def estimates(checkpoint: Checkpoint, args: EngineArgs, deployment: Deployment) -> dict[str, int]:
-    """Bytes of a rank by name: ``weights``, ``activations``, ``graphs``, ``runtime``. Empty where
-    the planner knows no such layout.
+def estimates(
+    checkpoint: Checkpoint, args: EngineArgs, deployment: Deployment, capabilities: Capabilities
+) -> dict[str, int]:
+    """Bytes of a rank by name: ``weights``, ``activations``, ``runtime``, and ``graphs`` where the
+    backend captures them. Empty where the planner knows no such layout.
     """
     args = replace(
         args,
@@ -25,7 +27,7 @@ def estimates(checkpoint: Checkpoint, args: EngineArgs, deployment: Deployment) 
         max_model_len=deployment.max_model_len,
         max_num_seqs=deployment.max_num_seqs,
         max_num_batched_tokens=deployment.max_num_batched_tokens,
-        enforce_eager=deployment.enforce_eager,
+        enforce_eager=deployment.enforce_eager or CAPTURES not in capabilities,
     )
     try:
         plan = make_plan(checkpoint_model(checkpoint), args, PlanOptions())

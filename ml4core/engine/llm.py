@@ -231,7 +231,11 @@ def open_engine(
                 grammars,
                 parts.lock_step,
             )
-            planner = {} if start is None else estimates(files.checkpoint, args, deployment)
+            planner = (
+                {}
+                if start is None
+                else estimates(files.checkpoint, args, deployment, choice.capabilities)
+            )
             parts.ready()
     except BaseException:
         parts.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ml4core.api import Capabilities, KVLayout, ModelSpec
-from ml4core.engine import resolve, switches
+from ml4core.engine import graph_capture, resolve, switches
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
 from ml4core.engine.image_limits import image_limit
@@ -26,6 +26,9 @@ from ml4core.planning.weights import (
 LAYOUTS = ("fp8_ds_mla", "e4m3", "bf16")
 """Latent layouts whose bytes a token every plan shows."""
 
+CAPTURES = "feature:graph_capture"
+"""The word of a backend whose steps are captured as graphs, for which memory is kept."""
+
 _FORMATS = {"bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -38,8 +41,8 @@ class PlanOptions:
         reserve: bytes beside weights and caches; None: the formula's.
         decoded: whether the backend brings every matrix to the activations' dtype.
         fp8: latent layout of ``--kv-cache-dtype`` ``fp8``, ``fp8_e4m3`` and ``auto``.
-        backend: what it declares, whose defaults hold where a flag is left out; None: bfloat16
-            activations and the caches of ``fp8``.
+        backend: what it declares, whose defaults hold where a flag is left out; None: one with
+            bfloat16 activations and the caches of ``fp8`` that captures graphs.
         layouts: private ones by id, at the model's widths.
     """
 
@@ -56,7 +59,7 @@ class PlanOptions:
         if self.backend is not None:
             return self.backend
         defaults = {"dtype": "bfloat16", "kv": self.fp8, "fp8": self.fp8}
-        return Capabilities(frozenset(("index:fp32",)), defaults)
+        return Capabilities(frozenset(("index:fp32", CAPTURES)), defaults)
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,8 @@ def make_plan(model: PlannedModel, args: EngineArgs, options: PlanOptions) -> Pl
             drafts=depth,
             drawn=args.speculative_config.get("draft_sample_method") == "probabilistic",
             images="vision" in table.parts,
-            graphs=not args.enforce_eager,
+            graphs=CAPTURES in words
+            and not graph_capture.is_eager(args.enforce_eager, args.compilation_config),
         )
     )
     budget = args.kv_cache_memory_bytes

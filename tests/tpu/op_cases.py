@@ -9,7 +9,7 @@ import torch
 
 from ml4core.api import Weight
 from ml4core.formats import e2m1
-from ml4core_tpu import torch_ops, torch_products
+from ml4core_tpu import torch_ops, torch_products, torch_writes
 from ml4core_tpu.expert_weights import packed_experts
 from ml4core_tpu.layouts import lane33_layout, tiles_layout
 
@@ -94,25 +94,25 @@ def cases() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
         ),
         "topk": (torch_ops.topk, [normal(2, 300), ints(300, 9), 16]),
         "kv_written": (
-            torch_ops.kv_written,
+            torch_writes.kv_written,
             [
                 *(*(one.clone() for one in latents), scale, torch.tensor([5, -1, 300])),
                 *(normal(3, 512), normal(3, 64), "tiles"),
             ],
         ),
         "kv_written, rows": (
-            torch_ops.kv_written,
+            torch_writes.kv_written,
             [
                 *(rows[0].clone(), torch.empty(0), scale, torch.tensor([5, -1, 300])),
                 *(normal(3, 512), normal(3, 64), "wide"),
             ],
         ),
         "indexer_written": (
-            torch_ops.indexer_written,
+            torch_writes.indexer_written,
             [keys.clone(), torch.tensor([5, -1, 300]), normal(3, 128), "lane33"],
         ),
         "indexer_written, rows": (
-            torch_ops.indexer_written,
+            torch_writes.indexer_written,
             [normal(3, PAGE, 128), torch.tensor([5, -1, 300]), normal(3, 128), "wide"],
         ),
         "fp8_matmul": (

@@ -111,6 +111,7 @@ def test_torch_xla_is_bound_to_a_torch(
     monkeypatch: pytest.MonkeyPatch, deployment: Deployment
 ) -> None:
     """And compiles for itself: switches of the other runtime are refused beside it."""
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
     monkeypatch.setattr(runtimes, "find_spec", lambda name: object())
     found = {"torch-xla": "2.9.0", "torch": "2.9.1"}
     monkeypatch.setattr(runtimes, "version", found.__getitem__)
@@ -123,6 +124,23 @@ def test_torch_xla_is_bound_to_a_torch(
     assert [one.subject for one in compilation_refusals(asked)] == [
         "--additional-config tpu.warm_up"
     ]
+
+
+def test_torch_xla_is_told_of_no_other_device(
+    monkeypatch: pytest.MonkeyPatch, deployment: Deployment
+) -> None:
+    """Its sessions have programs for the host, which no other device can run."""
+    monkeypatch.setattr(runtimes, "find_spec", lambda name: object())
+    monkeypatch.setattr(runtimes, "version", {"torch-xla": "2.9.0", "torch": "2.9.1"}.__getitem__)
+    own = {"device": "interpreted", "tpu": {"runtime": "torch_xla"}}
+    asked = replace(deployment, additional_config=own)
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert runtimes.runtime_refusals(asked) == ()
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    (refusal,) = runtimes.runtime_refusals(asked)
+    assert "PJRT_DEVICE is 'TPU', and its sessions run on the host" in refusal.reason
+    assert refusal.remedy == "PJRT_DEVICE=CPU, or leave it out"
+    assert runtimes.runtime_refusals(replace(deployment, additional_config={})) == ()
 
 
 def test_a_graph_of_each_kind_of_step(deployment: Deployment) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -54,6 +55,7 @@ def test_a_dry_run_tells_memory_and_programs_of_a_device() -> None:
     assert launch.plan is not None
     assert launch.plan.options.memory == int(94.75 * 2**30)
     assert launch.plan.fits, launch.plan.shortfall
+    assert "graphs" not in launch.plan.reserve.terms, "programs are compiled, and none captured"
     assert launch.programs is not None
     # The last holds a chunk of a prompt of one host beside the decodes of another.
     assert list(launch.programs["tokens"])[:10] == [16 << power for power in range(10)]
@@ -109,6 +111,47 @@ def test_tiles_are_planned_at_their_bytes() -> None:
     want = {"latent": 640 * len(spec.kv_owners), "index": 132 * len(spec.index_owners)}
     assert {group.name: group.bytes_per_token for group in launch.plan.groups} == want
     assert launch.plan.ranks.ep == 32
+
+
+def test_pages_that_fill_no_lanes_are_refused() -> None:
+    """And the size that would do is one that a session takes, however short requests are."""
+    code, text = call("--block-size", "48", "--max-model-len", "4096")
+    assert code == 1
+    assert "REFUSED          pages don't fill the 128 lanes; --block-size 128" in text
+    assert call("--block-size", "128", "--max-model-len", "4096")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "flag", ["--block-size", "--max-num-seqs", "--max-num-batched-tokens", "--max-model-len"]
+)
+def test_sizes_of_nothing_are_a_wrong_command_line(flag: str) -> None:
+    """In place of a default that nobody asked for."""
+    assert call(flag, "0")[0] == 2
+
+
+def test_the_one_latent_head_is_whole_on_each_tensor_rank() -> None:
+    """B130: neither rows nor pages are cut, so each holds the tokens of one that is alone."""
+    tokens = set()
+    for tensor in (1, 2, 4, 8):
+        asked = replace(ARGS, tensor_parallel_size=tensor, kv_cache_memory_bytes=48 << 30)
+        launch = judge(asked, {})
+        assert launch.plan is not None
+        assert launch.plan.pools is not None
+        tokens.add(launch.plan.pools.tokens)
+        assert own(launch) <= MISSING
+    (only,) = tokens
+    assert only > 1 << 20
+
+
+@pytest.mark.parametrize("axis", ["decode", "prefill"])
+def test_ranks_that_would_cut_a_context_are_refused(axis: str) -> None:
+    """B130: those alone cut pages, and a session here has none of them."""
+    flags: dict[str, Any] = {f"{axis}_context_parallel_size": 2}
+    launch = judge(replace(ARGS, tensor_parallel_size=2, **flags), {})
+    said = {refusal.subject: refusal for refusal in launch.refusals}
+    word = f"parallel:{axis[0]}cp"
+    assert f"--{axis}-context-parallel-size" in said
+    assert "parallel:tp" in said[word].reason, said
 
 
 def test_a_plan_counts_the_caches_of_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,20 @@ def test_after_the_warm_up_a_new_program_is_counted_and_warned_of() -> None:
     assert [(one.name, one.late) for one in programs.made] == [("one", False), ("two", True)]
 
 
+def test_caches_of_another_size_need_other_programs_of_layers() -> None:
+    """Those that there were are let go, and what they have cost is still told. Images stay."""
+    programs, layer, images = Programs(), Lowered(), Lowered()
+    wanted = [("a", "moe, 16 rows", layer), ("b", "images, 64 patches", images)]
+    programs.warm_up(wanted, lambda *done: None)
+    programs.cool()
+    for key, name, lower in wanted:
+        programs.get(key, name, lower)
+    assert (layer.compiled, images.compiled) == (2, 1)
+    assert [(one.name, one.late) for one in programs.made] == [
+        (name, False) for name in ("moe, 16 rows", "images, 64 patches", "moe, 16 rows")
+    ]
+
+
 def test_one_that_fails_ends_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that have not begun are not compiled first."""
     programs, rest, cancelled = Programs(), [Lowered() for _ in range(5)], threading.Event()

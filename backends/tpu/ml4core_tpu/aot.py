@@ -16,13 +16,12 @@ from typing import Any
 
 from ml4core.api import Refusal
 from ml4core_tpu.aot_kernels import Kernel, kernels_of
+from ml4core_tpu.backend import HBM_BYTES
 from ml4core_tpu.bridge import host_environment
 from ml4core_tpu.compilation import without_cache
 
 SLICE = "tpu7x:2x2x1"
 """One host: 4 chips, 8 devices."""
-HBM_BYTES = 94.75 * 2**30
-"""Of one device, as far as the compiler gives them out."""
 HBM_PER_S, BF16_FLOPS, FP8_FLOPS = 3.7e12, 1.155e15, 2.3e15
 """Of one device, as published."""
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

@@ -41,7 +41,7 @@ def all_cases() -> Iterator[Case]:
     yield _window(256, 1, 256, draft=False)
     yield from (_write(rows, rope) for rows in (16, 1024) for rope in (True, False))
     yield from (_index_write(rows) for rows in (16, 1024))
-    yield _router(64)
+    yield from map(_router, (64, 4096))
 
 
 def array(shape: tuple[int, ...], dtype: str) -> Any:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ml4core_tpu.compiler_stacks import larger_stacks
+
 if TYPE_CHECKING:
     import jax
 
@@ -36,6 +38,7 @@ def host_environment() -> None:
     """Sets what isn't set. Before JAX is imported."""
     for name, value in HOST_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    larger_stacks()
 
 
 def to_jax(tensor: Tensor) -> jax.Array:

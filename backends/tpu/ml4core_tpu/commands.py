@@ -81,19 +81,21 @@ def aot(
 @app.command()
 def buckets(
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Rows of a step at most; the backend's default if left out.")
+        int | None,
+        typer.Option(min=1, help="Rows of a step at most; the backend's default if left out."),
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Requests of a step at most, of one replica.")
+        int | None, typer.Option(min=1, help="Requests of a step at most, of one replica.")
     ] = None,
     max_model_len: Annotated[
-        int, typer.Option(help="Tokens of a request at most; by default the published context.")
+        int,
+        typer.Option(min=1, help="Tokens of a request at most; by default the published context."),
     ] = 1 << 20,
-    block_size: Annotated[int | None, typer.Option(help="Tokens of a page.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a page.")] = None,
 ) -> None:
     """Print the sizes that each device's programs are made for. Needs no TPU.
 
-    Ends with 1 for page tables that take too much of the scalar memory.
+    Ends with 1 for pages that a session would refuse.
     """
     from ml4core_tpu.backend import TpuBackend
     from ml4core_tpu.capabilities import capabilities
@@ -170,7 +172,7 @@ def _compiled(case: Case, devices: list[Any], model: bool) -> Compiled:
 
 
 def _told(found: Compiled, model: bool) -> Iterator[str]:
-    from ml4core_tpu.aot import HBM_BYTES
+    from ml4core_tpu.backend import HBM_BYTES
 
     case = found.case
     yield (
@@ -178,7 +180,7 @@ def _told(found: Compiled, model: bool) -> Iterator[str]:
         f"{_mib(found.aliased)} {_mib(found.vmem)} {found.smem / 1024:9.1f} "
         f"{_mib(case.least_bytes)} {case.flops / 1e9:8.2f} {case.floor_s * 1e6:8.1f}"
         + (f"  HEAVY: counts{_mib(int(found.counted))} MiB" if found.heavy else "")
-        + (f"  FAULT: a device has{_mib(int(HBM_BYTES))} MiB" if found.too_large else "")
+        + (f"  FAULT: a device has{_mib(HBM_BYTES)} MiB" if found.too_large else "")
     )
     if not model:
         return

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ml4core.api import MemoryFigures
 
 Stats = Mapping[str, int]
+_FULL = "RESOURCE_EXHAUSTED"
+
+
+@contextmanager
+def told_when_full(what: str) -> Iterator[None]:
+    """What JAX raises for memory that ran out has no type of its own. It becomes a ``MemoryError``
+    that begins with ``what``; any other fault stays as it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _FULL not in str(error):
+            raise
+        raise MemoryError(f"{what}: {error}") from error
 
 
 def told_memory(devices: Sequence[Any]) -> TpuMemory | None:

@@ -14,6 +14,7 @@ import torch
 
 from ml4core.api import Deployment, DraftStep, StepBuckets, StepOutput, StepPlan, StepShape
 from ml4core_tpu.buckets import buckets_of
+from ml4core_tpu.runtimes import HOST, LAZY_DEVICE
 
 F = TypeVar("F", bound=Callable[..., object])
 Step = Callable[..., StepOutput]
@@ -21,7 +22,7 @@ Step = Callable[..., StepOutput]
 
 def lazy_device() -> torch.device:
     """The host as torch-xla's device, with kernels of all ops."""
-    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    os.environ.setdefault(LAZY_DEVICE, HOST)
     import torch_xla
 
     from ml4core_tpu.xla_ops import registered

@@ -69,7 +69,7 @@ def window_mla(
 
 
 def kv_write(cache: KVCache, slots: Tensor, latent: Tensor, rope: Tensor | None = None) -> None:
-    from ml4core_tpu import torch_ops
+    from ml4core_tpu import torch_writes
 
     kind = check_rows(cache, latent, rope)
     if len(slots):
@@ -78,22 +78,22 @@ def kv_write(cache: KVCache, slots: Tensor, latent: Tensor, rope: Tensor | None 
         second = rest[0] if rest else first.new_empty(0)
         arguments = (first, second, scale_of(cache), slots, latent, rope, kind)
         if first.device.type == "cpu":
-            torch_ops.kv_write(*arguments)
+            torch_writes.kv_write(*arguments)
             return
-        for part, new in zip(cache.parts, torch_ops.kv_written(*arguments), strict=False):
+        for part, new in zip(cache.parts, torch_writes.kv_written(*arguments), strict=False):
             part.copy_(new)
 
 
 def indexer_write(cache: KVCache, slots: Tensor, key: Tensor) -> None:
-    from ml4core_tpu import torch_ops
+    from ml4core_tpu import torch_writes
 
     kind = check_keys(cache, key)
     if len(slots):
         given = (cache.parts[0], slots, key, kind)
         if cache.parts[0].device.type == "cpu":
-            torch_ops.indexer_write(*given)
+            torch_writes.indexer_write(*given)
         else:
-            cache.parts[0].copy_(torch_ops.indexer_written(*given))
+            cache.parts[0].copy_(torch_writes.indexer_written(*given))
 
 
 def gather_kv(cache: KVCache, slots: Tensor) -> Tensor:

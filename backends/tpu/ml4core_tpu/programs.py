@@ -58,7 +58,7 @@ class Programs:
     """Programs by key. A key names all that a program depends on but its arguments' values."""
 
     def __init__(self) -> None:
-        self._programs: dict[Hashable, Any] = {}
+        self._programs: dict[Hashable, tuple[str, Any]] = {}
         self._made: list[Made] = []
         self._others = 0
         self._lock = threading.Lock()
@@ -74,13 +74,18 @@ class Programs:
         return self._others + sum(one.late for one in self._made)
 
     def cool(self) -> None:
-        """Ends what a warm-up began: until the next one nothing that is compiled is late."""
+        """Ends what a warm-up began: until the next one nothing that is compiled is late. Programs
+        of layers are let go: those of caches of another size serve no step, and take memory.
+        """
         self._warm = False
+        self._programs = {
+            key: held for key, held in self._programs.items() if held[0].startswith(IMAGES)
+        }
 
     def get(self, key: Hashable, name: str, lower: Lower) -> Any:
         """The program of a key, compiled if it is new; after the warm-up that is warned of."""
         found = self._programs.get(key)
-        return self._make(key, name, lower, late=self._warm) if found is None else found
+        return self._make(key, name, lower, late=self._warm) if found is None else found[1]
 
     def warm_up(
         self,
@@ -126,7 +131,7 @@ class Programs:
             program = lowered.compile()
         end = perf_counter()
         with self._lock:
-            self._programs[key] = program
+            self._programs[key] = name, program
             self._made.append(Made(name, between - start, end - between, late))
         if late:
             _warn(name, end - start)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ml4core.api import DraftStep, StepOutput, StepPlan, StepShape
 from ml4core_tpu.buckets import Buckets
+from ml4core_tpu.device_memory import told_when_full
 from ml4core_tpu.executor import BucketExecutor, Step
 from ml4core_tpu.programs import Programs
 
 if TYPE_CHECKING:
     from ml4core.api import ModelSpec
     from ml4core_tpu.kernels.resident.stage import ResidentLayers
-
-_FULL = "RESOURCE_EXHAUSTED"
 
 
 class ResidentExecutor(BucketExecutor):
@@ -46,7 +44,7 @@ class ResidentExecutor(BucketExecutor):
         from ml4core_tpu.kernels.resident.tensor import host_of
 
         def run(weights: Any, plan: Any, kv: Any) -> StepOutput:
-            with _told_when_full():
+            with told_when_full("a step didn't fit the devices' memory"):
                 if isinstance(plan, StepPlan):
                     self._warm(weights, plan, kv)
                 elif isinstance(plan, DraftStep):
@@ -102,14 +100,3 @@ class ResidentExecutor(BucketExecutor):
             len(self._model.taps),
             lambda rows: self._product(rows, weights.top["output"], torch.float32),
         )
-
-
-@contextmanager
-def _told_when_full() -> Iterator[None]:
-    """What JAX raises for memory that ran out has no type of its own."""
-    try:
-        yield
-    except RuntimeError as error:
-        if _FULL not in str(error):
-            raise
-        raise MemoryError(f"a step didn't fit the devices' memory: {error}") from error

@@ -12,7 +12,7 @@ from torch import Tensor
 from ml4core.api import Deployment, KVCache, KVLayout, LayerSpec, ModelPart, Weight
 from ml4core_tpu.buckets import Buckets, buckets_of
 from ml4core_tpu.compilation import warms_up
-from ml4core_tpu.device_memory import told_memory
+from ml4core_tpu.device_memory import told_memory, told_when_full
 from ml4core_tpu.mesh_runtime import open_mesh, spans, target_of
 from ml4core_tpu.ops import act_of
 from ml4core_tpu.programs import Programs
@@ -101,11 +101,10 @@ class ResidentSession(TpuSession):
         from ml4core_tpu.kernels.resident.caches import resident_cache
 
         layout.check_block_size(block_size)
-        try:
+        size = blocks * block_size * layout.bytes_per_token
+        text = (
+            f"a {layout.role} cache of {blocks} pages of {block_size} tokens takes {size} bytes in "
+            f"layout {layout.id}, and {self.device.name} doesn't give them"
+        )
+        with told_when_full(text):
             return resident_cache(layout, blocks, block_size, self._devices)
-        except RuntimeError as error:  # what JAX raises where a device has too little memory
-            size = blocks * block_size * layout.bytes_per_token
-            raise MemoryError(
-                f"a {layout.role} cache of {blocks} pages of {block_size} tokens takes {size} "
-                f"bytes in layout {layout.id}, and {self.device.name} doesn't give them"
-            ) from error

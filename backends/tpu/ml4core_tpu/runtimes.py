@@ -7,6 +7,7 @@ torch_tpu  torch-tpu: its own device, with the kernels as registered programs
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -19,6 +20,8 @@ SWITCHES = ("runtime", "compilation_cache", "warm_up", "resident")
 """Keys of the object ``tpu`` of ``--additional-config``."""
 DEFAULT = "jax"
 LAZY = "torch_xla"
+LAZY_DEVICE, HOST = "PJRT_DEVICE", "CPU"
+"""The variable by which torch-xla takes its device, and its word for the host."""
 TORCH_TPU = "torch_tpu"
 
 _DISTRIBUTIONS: Mapping[str, str] = MappingProxyType(
@@ -60,6 +63,10 @@ def runtime_refusals(deployment: Deployment) -> tuple[Refusal, ...]:
     if runtime == LAZY and device.kind == "real":
         reason = "its sessions run on the host alone: its libtpu doesn't know tpu7x"
         return (Refusal("tpu", subject, reason, "tpu.runtime=jax"),)
+    named = os.environ.get(LAZY_DEVICE, HOST)
+    if runtime == LAZY and named != HOST:
+        reason = f"{LAZY_DEVICE} is {named!r}, and its sessions run on the host"
+        return (Refusal("tpu", subject, reason, f"{LAZY_DEVICE}={HOST}, or leave it out"),)
     if runtime == LAZY and (reason := _unlike_torch(_version(LAZY), version("torch"))):
         return (Refusal("tpu", subject, reason, f"{WORKS[LAZY]}; or tpu.runtime=jax"),)
     return ()

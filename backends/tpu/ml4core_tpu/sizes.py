@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ml4core_tpu.buckets import LEAST_REQUESTS, LEAST_TOKENS, doubling
 from ml4core_tpu.capabilities import smallest_page
-from ml4core_tpu.layouts import lane33_layout, tiles_layout
+from ml4core_tpu.layouts import LANES, lane33_layout, tiles_layout
 
 
 def sizes(rows: int, requests: int, length: int, page: int) -> Iterator[str]:
@@ -16,6 +16,7 @@ def sizes(rows: int, requests: int, length: int, page: int) -> Iterator[str]:
     of ``page`` tokens.
     """
     least = smallest_page(length, requests)
+    works = f"--block-size {max(least, LANES)}"
     buckets = doubling(LEAST_TOKENS, rows), doubling(LEAST_REQUESTS, requests)
     yield f"token buckets    {', '.join(map(str, buckets[0]))}"
     yield f"request buckets  {', '.join(map(str, buckets[1]))}"
@@ -24,5 +25,7 @@ def sizes(rows: int, requests: int, length: int, page: int) -> Iterator[str]:
         f"cache, bytes     {tiles_layout().bytes_per_token} a token and owner of latents, "
         f"{lane33_layout().bytes_per_token} a token and indexer"
     )
+    if page % LANES:
+        yield f"REFUSED          pages don't fill the {LANES} lanes; {works}"
     if page < least:
-        yield f"REFUSED          tables take more than half of scalar memory; --block-size {least}"
+        yield f"REFUSED          tables take more than half of scalar memory; {works}"

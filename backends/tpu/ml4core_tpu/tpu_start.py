@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from ml4core.api import Refusal, Refused
+from ml4core_tpu.compiler_stacks import larger_stacks
 
 PLATFORMS = "tpu,cpu"
 """Of JAX: rows and plans come from arrays of the host. As it is named, a TPU that doesn't start is
@@ -22,6 +23,7 @@ def start_tpus() -> None:
 
     Variables that tell of the slice, ``TPU_*``, are the machine's, and stay as they are.
     """
+    larger_stacks()
     if "jax" not in sys.modules:
         os.environ.setdefault("JAX_PLATFORMS", PLATFORMS)
     import jax

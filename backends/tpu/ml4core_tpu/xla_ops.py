@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ml4core_tpu import torch_ops, torch_products
+from ml4core_tpu import torch_ops, torch_products, torch_writes
 from ml4core_tpu.kernels.target import Target
 from ml4core_tpu.lazy_call import LazyCall
 
@@ -123,9 +123,9 @@ def _register_writes(call: Call, target: Target, device: str) -> None:
     from ml4core_tpu.kernels.cache_write import write_index_keys, write_latents
     from ml4core_tpu.kernels.row_write import write_numbers
 
-    @torch_ops.kv_written.register_kernel(device)
+    @torch_writes.kv_written.register_kernel(device)
     def _write(first, second, cache_scale, slots, latent, rope, kind):
-        parts = torch_ops.parts_of(first, second)
+        parts = torch_writes.parts_of(first, second)
         tail = (rope,) if rope.shape[1] else ()
         if kind != "tiles":
 
@@ -146,7 +146,7 @@ def _register_writes(call: Call, target: Target, device: str) -> None:
         written = [new.reshape(part.shape) for new, part in zip(found, parts, strict=True)]
         return written[0], written[1] if len(written) > 1 else second.clone()
 
-    @torch_ops.indexer_written.register_kernel(device)
+    @torch_writes.indexer_written.register_kernel(device)
     def _index_write(keys, slots, key, kind):
         if kind == "lane33":
             program = partial(write_index_keys, target=target)

@@ -10,6 +10,7 @@ import pytest
 from ml4core.api import Capabilities
 from ml4core.engine.args import EngineArgs
 from ml4core.engine.errors import ArgumentsError
+from ml4core.planning.launch import named_backend
 from ml4core.planning.model import published_model
 from ml4core.planning.plan import Plan, PlanOptions, make_plan
 from ml4core.planning.proposals import propose
@@ -96,6 +97,27 @@ def test_drafts_have_logits() -> None:
     assert greedy.terms["draft logits"] == each
     assert drawn.terms["draft logits"] == 2 * each
     assert drawn.nbytes - greedy.nbytes == each
+
+
+@pytest.mark.usefixtures("probed_once")
+@pytest.mark.parametrize(
+    ("backend", "kept"), [("cpu", False), ("tpu", False), ("cuda", True), ("rocm", True)]
+)
+def test_graphs_have_memory_where_the_backend_captures_them(backend: str, kept: bool) -> None:
+    """Of the device that is here, or that the backend names for plans."""
+    args = EngineArgs("published", backend=backend, tensor_parallel_size=8)
+    options = named_backend(args, MODELS["fp8"].spec)
+    assert options is not None
+    made = make_plan(MODELS["fp8"], args, options)
+    assert made.reserve.terms.get("graphs", 0) == (GIB if kept else 0)
+    eager = make_plan(MODELS["fp8"], replace(args, enforce_eager=True), options)
+    assert "graphs" not in eager.reserve.terms
+
+
+def test_without_a_backend_graphs_have_memory_unless_none_are_asked_for() -> None:
+    assert plan(None).reserve.terms["graphs"] == GIB
+    for flags in ({"enforce_eager": True}, {"compilation_config": {"cudagraph_mode": "NONE"}}):
+        assert "graphs" not in plan(None, **flags).reserve.terms
 
 
 def test_a_backends_defaults_are_planned_with() -> None:

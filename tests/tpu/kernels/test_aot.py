@@ -56,6 +56,12 @@ def test_compiles(name: str, device: Any) -> None:
     assert not found.collectives
 
 
+def test_a_router_moves_its_rows_and_little_else(device: Any) -> None:
+    """To look odds up by a gather moved forty times as much."""
+    case = CASES["router/4096 rows"]
+    assert compile_case(case, device).counted < 2 * case.least_bytes
+
+
 def test_the_published_slice_has_32_devices() -> None:
     devices = devices_of("tpu7x:2x2x4")
     assert len(devices) == 32

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +14,6 @@ import pytest
 
 from ml4core.api import ModelSpec
 from ml4core_tpu.aot import (
-    HBM_BYTES,
     Case,
     Compiled,
     Refused,
@@ -21,6 +23,7 @@ from ml4core_tpu.aot import (
 )
 from ml4core_tpu.aot_cases import HEADS, LATENT, ROPE, TENSOR, all_cases, array
 from ml4core_tpu.aot_kernels import kernels_of
+from ml4core_tpu.backend import HBM_BYTES
 from ml4core_tpu.kernels.layer.aot_cases import (
     KINDS,
     PAGE,
@@ -47,6 +50,7 @@ VMEM, SMEM = 64 << 20, 1 << 20
 TEMPORARIES = 3 << 30
 """Of any bucket: plans reserve more for a step of 8,192 rows."""
 OWNER, SHARER = KINDS[:2]
+CHILD = Path(__file__).parents[1] / "compile_child.py"
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +95,18 @@ def test_a_layer_compiles_for_32_devices(mesh: Any, kind: Any, rows: int) -> Non
 def test_a_layer_of_fp4_experts_compiles(mesh: Any) -> None:
     found = compiled(layer_case(mesh, KINDS[1], ROWS[0], experts="nvfp4"))
     assert [kernel.name for kernel in found.kernels].count("fp4_experts") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1500)
+def test_large_sizes_compile_two_at_a_time() -> None:
+    """On its own stacks libtpu's compiler ended the process at the second two of these."""
+    sizes = ["8320", "8192", "4096", "2048"]
+    command = [sys.executable, str(CHILD), *sizes]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert set(ended.stdout.split()) == set(sizes)
 
 
 def attends(rows: int, pages: int) -> Case:

@@ -59,6 +59,9 @@ def test_all_else_is_torchs_own_answer_on_a_copy(devices: Devices) -> None:
     assert torch.equal(torch.zeros(5, 4).copy_(state), draw)
     assert state.sum().item() == pytest.approx(draw.sum().item())
     assert (state.shape, state.dtype, state.device.type) == ((5, 4), torch.float32, "cpu")
+    assert torch.equal(state[torch.tensor([-1, 2])], draw[[4, 2]])
+    with pytest.raises(IndexError):
+        state[torch.tensor([5])]
     with pytest.raises(RuntimeError, match="never written to"):
         state.zero_()
 

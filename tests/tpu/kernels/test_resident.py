@@ -34,6 +34,7 @@ from ml4core_tpu.aot_cases import LATENT, ROPE, TENSOR
 from ml4core_tpu.backend import TpuBackend
 from ml4core_tpu.buckets import Buckets
 from ml4core_tpu.compilation import without_cache
+from ml4core_tpu.device_memory import told_when_full
 from ml4core_tpu.kernels.layer.aot_cases import (
     KINDS,
     PAGE,
@@ -50,7 +51,6 @@ from ml4core_tpu.kernels.resident.tensor import DeviceTensor
 from ml4core_tpu.kernels.rows import Rows
 from ml4core_tpu.layouts import lane33_layout, tiles_layout
 from ml4core_tpu.programs import Programs
-from ml4core_tpu.resident_executor import _told_when_full
 from support.answers import Answers
 from support.tpu_plans import PAGE as TOKENS
 from support.tpu_plans import chunk
@@ -126,7 +126,7 @@ def test_a_layer_writes_into_the_memory_that_it_was_given(subject: Subject) -> N
     arrays = [part.array for cache in kv for part in cache.parts]  # type: ignore[union-attr]
     assert not any(array.is_deleted() for array in arrays)
     kv, (residual, hidden, chosen) = stepped(session)
-    (program,) = programs._programs.values()
+    ((_, program),) = programs._programs.values()
     nbytes = kv.latent.nbytes + kv.index_keys.nbytes  # type: ignore[union-attr]
     assert program.memory_analysis().alias_size_in_bytes == nbytes
     assert len(aliases(program.as_text())) == 3
@@ -307,10 +307,30 @@ def test_eager_steps_write_resident_caches_op_by_op() -> None:
 
 def test_memory_that_runs_out_is_told_as_such() -> None:
     """JAX has no type for it, and core would take it for any other fault."""
-    with pytest.raises(MemoryError, match="RESOURCE_EXHAUSTED: 5 GiB"), _told_when_full():
+    with (
+        pytest.raises(MemoryError, match="a step: RESOURCE_EXHAUSTED: 5 GiB"),
+        told_when_full("a step"),
+    ):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 GiB")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), _told_when_full():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), told_when_full("a step"):
         raise jax.errors.JaxRuntimeError("INTERNAL: else")
+
+
+def test_caches_that_do_not_fit_are_told_with_their_size(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that failed in another way is no device that is full."""
+    session = subject.session
+    size = 2**22 * 128 * 640
+    with pytest.raises(MemoryError, match=f"4194304 pages of 128 tokens takes {size} bytes"):
+        session.alloc_kv(tiles_layout(), 2**22, 128)
+
+    def broken(*given: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("INTERNAL: lost")
+
+    monkeypatch.setattr(Devices, "pages", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: lost"):
+        session.alloc_kv(tiles_layout(), 2, 128)
 
 
 def test_steps_on_trial_pages_have_one_size() -> None:

@@ -149,6 +149,7 @@ RESIDENT = {"device": "interpreted", "tpu": {"resident": True, "warm_up": True}}
 def test_tensor_ranks_with_experts_over_them(
     folder: Path, wanted: list[dict[str, Any]], own: dict[str, Any]
 ) -> None:
+    """With one latent head, of which each rank has all: the text is that of one rank (B130)."""
     flags = {"tensor_parallel_size": 4, "enable_expert_parallel": True, "additional_config": own}
     (said,) = run(folder, [PROMPTS], **flags)
     check(said["made"], wanted)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ml4core.api import Weight
 from ml4core.compose.ops.weights import decode_weight, quantize
 from ml4core.formats import e2m1
-from ml4core_tpu import product_ops, torch_ops, torch_products
+from ml4core_tpu import product_ops, torch_ops, torch_products, torch_writes
 from ml4core_tpu.expert_weights import packed_experts
 from ml4core_tpu.layouts import lane33_layout, tiles_layout
 
@@ -91,7 +91,7 @@ def test_writes_are_told_to_tracers() -> None:
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def write_and_read(slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> Any:
-        torch_ops.kv_write(*parts, ONE, slots, latent, rope, "tiles")
+        torch_writes.kv_write(*parts, ONE, slots, latent, rope, "tiles")
         return torch_ops.gather_kv(parts, ONE, slots.to(torch.int32), "tiles", 512, 64)
 
     latent, rope = torch.full((2, 512), 2.0), torch.full((2, 64), -1.0)

@@ -38,13 +38,16 @@ def router(
     odds = jax.nn.softmax(usable, axis=-1)
     # The order is that of the logits: odds may be equal where these are not. -0 and 0 are equal.
     left = jnp.where(usable == 0, 0.0, usable)
-    found = []
+    found, shares = [], []
     for _ in range(topk):
         best = jnp.argmax(left, -1)  # the first of equal ones
+        mine = jnp.arange(left.shape[-1]) == best[:, None]
         found.append(best)
-        left = jnp.where(jnp.arange(left.shape[-1]) == best[:, None], -jnp.inf, left)
+        # A sum of one term: to look odds up moves a tile for each of them.
+        shares.append(jnp.where(mine, odds, 0.0).sum(-1))
+        left = jnp.where(mine, -jnp.inf, left)
     ids = jnp.stack(found, -1).astype(jnp.int32)
-    chosen = jnp.take_along_axis(odds, ids, -1)
+    chosen = jnp.stack(shares, -1)
     if renormalize:
         chosen = chosen / chosen.sum(-1, keepdims=True)
     return jnp.where(broken, 0.0, chosen * jnp.float32(routed_scale)), ids

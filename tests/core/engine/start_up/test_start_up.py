@@ -47,6 +47,7 @@ def test_caches_take_what_is_left_of_the_share(start: Start, meter: Any) -> None
     assert told["agrees"]
     assert told["pools"] == {"planned": engine.kv_plan.nbytes, "taken": engine.kv_plan.nbytes}
     assert told["graphs"]["planned"] == told["graphs"]["taken"] == graphs
+    assert told["graphs"]["estimate"] > 0
     assert told["activations"]["planned"] == told["activations"]["taken"] == MOST_ROWS * ROW_BYTES
     assert told["activations"]["estimate"] > 0
     assert told["weights"]["estimate"] == pytest.approx(told["weights"]["taken"], rel=0.5)
@@ -125,6 +126,7 @@ def test_without_graphs_decode_is_warmed_up(
     told = engine.report()
     assert told["start_up"]["captures"] == 0
     assert told["memory"]["graphs"]["taken"] == 0
+    assert "estimate" not in told["memory"]["graphs"]
     assert {shape.rows for shape in executor.ran if not shape.prefill.rows} >= {1, 2, 3, 4}
 
 

@@ -14,7 +14,7 @@ import jax
 import torch
 from torch import Tensor
 
-from ml4core.api import KVCache, LayerKV, LayerSpec, Selection, StepPlan
+from ml4core.api import KVCache, LayerKV, LayerSpec, Selection, StepPlan, Weight
 from ml4core_tpu.bridge import padded, to_jax
 from ml4core_tpu.buckets import Buckets
 from ml4core_tpu.kernels.layer.form import ROW_FIELDS, Caches, Chosen, Form, Step, Stored
@@ -44,6 +44,29 @@ class ResidentLayers(MeshPrograms):
         self._vectors: dict[int, tuple[Tensor, jax.Array]] = {}
         self._scales: dict[float, jax.Array] = {}
         self._plans: dict[tuple[int, int], tuple[StepPlan, Step]] | None = None
+
+    def place(
+        self, layer: LayerSpec, weights: Mapping[str, Tensor | Weight]
+    ) -> Mapping[str, Tensor | Weight]:
+        """On one device nothing is cut: so core gets what lies there, which ops read, too."""
+        held = super().place(layer, weights)
+        if self.devices.mesh.size > 1:
+            return held
+        _, placed = self._weights.pop(id(held))
+
+        def tensor(array: jax.Array, like: Tensor) -> Tensor:
+            return DeviceTensor(array, self.devices, tuple(like.shape), like.dtype)
+
+        def on_device(name: str, value: Tensor | Weight) -> Tensor | Weight:
+            if isinstance(value, Weight):
+                arrays = placed[name].parts
+                parts = {key: tensor(arrays[key], part) for key, part in value.parts.items()}
+                return Weight(value.format, value.shape, parts)
+            return value if value.ndim == 1 or name not in placed else tensor(placed[name], value)
+
+        found = {name: on_device(name, value) for name, value in weights.items()}
+        self._weights[id(found)] = (found, placed)
+        return found
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -158,7 +181,7 @@ class ResidentLayers(MeshPrograms):
         return known[1]
 
     def _scale(self, cache: KVCache) -> jax.Array:
-        value = float(host_of(scale_of(cache)))
+        value = host_of(scale_of(cache)).numpy().item()  # torch's own item would count as a wait
         if value not in self._scales:
             self._scales[value] = self._placing.spread(to_jax(torch.tensor([value])), WHOLE)
         return self._scales[value]

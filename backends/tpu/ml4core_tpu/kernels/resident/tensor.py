@@ -237,6 +237,9 @@ def _index(held: Any, indices: list[Any]) -> Any:
     if not _is_rows(held) or not of_rows:
         return None
     wanted = host_of(indices[0])
+    numbers = wanted.numpy()
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < held.shape[0]:
+        return None  # JAX would take another row, or one of padding, where torch counts or raises
     many = bucket(len(wanted), LEAST_ROWS)
     found = between.taken(held.local, held.devices.put(padded(wanted, many)))
     return rows_tensor(found, held.devices, len(wanted))

@@ -271,25 +271,6 @@ def test_a_selection_as_a_stream() -> None:
     assert stream_at(slots[:0], lens[:0], starts_of(lens[:0])).tolist() == []
 
 
-def test_plans_depend_on_lengths_clamped_at_topk_alone(aiter: Fake) -> None:
-    """Contexts that grow beyond top-k leave what is planned as it was, whatever is selected."""
-    from ml4core.api import LayerKV, Selection
-    from ml4core_rocm.kernels.aiter_mla import StepPlans, stage
-
-    random, planned = draw(9), []
-    cache = latents("bf16", 8, random)
-    q = torch.randn(2, 16, 576, generator=random).bfloat16()
-    call = stage(type("Layer", (), {"softmax_scale": 0.04})(), StepPlans())
-    for _ in range(2):  # steps whose rows see more keys each than the 20 that are chosen
-        slots = torch.stack([torch.randperm(128, generator=random)[:20] for _ in range(2)]).int()
-        lens = torch.tensor([20, 20], dtype=torch.int32)
-        chosen = Selection(slots, lens, slots, torch.zeros(2, dtype=torch.bool))
-        call(object(), LayerKV(cache, None), q, chosen)
-        given = aiter.last("get_mla_metadata_v1")
-        planned.append((given["seqlens_kv_indptr"].tolist(), given["work_info_set"][:2].tolist()))
-    assert planned[0] == planned[1]
-
-
 def test_the_fake_kills_swapped_work_arrays(aiter: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """work_indptr comes first from one function and goes second into the next."""
     from ml4core_rocm.kernels import aiter_mla

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,12 +23,10 @@ from ml4core.api import (
     Selection,
     StepPlan,
     StepShape,
-    Weight,
 )
 from ml4core.api.known_layouts import index_layout, latent_layout
-from ml4core.formats import mxfp4
 from ml4core_rocm import aiter_functions
-from ml4core_rocm.aiter_ops import FORMAT, arranged, with_aiter
+from ml4core_rocm.aiter_ops import with_aiter
 from ml4core_rocm.backend import RocmBackend
 from ml4core_rocm.capabilities import capabilities
 from ml4core_rocm.devices import REFERENCE
@@ -367,94 +364,6 @@ def test_open_refuses_a_release_that_does_not_fit(
 def test_every_function_that_is_bound_is_checked() -> None:
     assert set(FUNCTIONS) <= set(aiter_functions.FUNCTIONS)
     assert {name for peer in PEERS for name in peer.functions} == set(FUNCTIONS)
-
-
-def experts(count: int, rows: int, columns: int, seed: int) -> Weight:
-    draw = torch.Generator().manual_seed(seed)
-    data, scale = mxfp4.quantize(torch.randn(count, rows, columns, generator=draw) * 0.1)
-    return Weight("mxfp4", (count, rows, columns), {"data": data, "scale": scale})
-
-
-def small(whole: Deployment) -> Deployment:
-    """Experts of 256 x 256, which AITER's tiles divide."""
-    layers = []
-    for one in whole.model.layers:
-        assert one.moe is not None
-        moe = replace(one.moe, experts=4, topk=2, expert_width=256)
-        layers.append(replace(one, hidden_size=256, moe=moe))
-    return replace(whole, model=replace(whole.model, layers=tuple(layers)))
-
-
-def test_ops_in_its_hands_fall_back_to_ours(deploy: Deploy, aiter: Fake) -> None:
-    asks = small(deploy(additional_config=A4W4, needs=frozenset({"act:fp8_block"})))
-    switches, _ = read(asks, capabilities(REFERENCE), {AITER: "1"})
-    asked: list[str] = []
-
-    def ours(name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            asked.append(name)
-            return None
-
-        return call
-
-    names = ("rms_norm", "all_reduce_rms_norm", "gemm", "moe_experts", "topk")
-    ops, words = with_aiter({name: ours(name) for name in names}, asks, switches)
-    assert words == {
-        "op rms_norm": "AITER RMS norm 0.1.21",
-        "op all_reduce_rms_norm": "AITER sum and RMS norm 0.1.21",
-        "op gemm": "AITER block FP8 product 0.1.21",
-        "op moe_experts": "AITER fused experts 0.1.21",
-    }
-    x, weight = torch.randn(2, 256).bfloat16(), torch.ones(256)
-    normed = ops["rms_norm"](x, weight, 1e-6)
-    torch.testing.assert_close(
-        normed, torch.nn.functional.rms_norm(x, (256,), eps=1e-6), atol=0.02, rtol=0.02
-    )
-    ops["rms_norm"](x.float(), weight, 1e-6)
-    twice = SimpleNamespace(all_reduce=lambda x: 2 * x)
-    given = (x, x, weight, 1e-6, twice)
-    summed, both = ops["all_reduce_rms_norm"](*given)
-    assert torch.equal(summed, (3 * x.float()).bfloat16())
-    want = torch.nn.functional.rms_norm(summed, (256,), eps=1e-6)
-    torch.testing.assert_close(both, want, atol=0.02, rtol=0.02)
-    ops["all_reduce_rms_norm"](x.float(), *given[1:])
-    ops["all_reduce_rms_norm"](x, x, None, 1e-6, twice)
-    ops["gemm"](x, Weight("bf16", (8, 256), {"data": torch.ones(8, 256).bfloat16()}), None)
-    w13, w2 = experts(4, 512, 256, 1), experts(4, 256, 256, 2)
-    choices = (torch.full((2, 2), 0.5), torch.tensor([[0, 1], [2, 3]]))
-    ops["moe_experts"](x, w13, w2, *choices)  # not in its order
-    sums = ["all_reduce_rms_norm"] * 2
-    assert asked == ["rms_norm", *sums, "gemm", "moe_experts"]
-    ready = arranged({"experts_w13": w13, "experts_w2": w2, "gate": weight}, "a4w4")
-    stacks = [ready[f"experts_{name}"] for name in ("w13", "w2")]
-    assert [one.format for one in stacks] == [f"{FORMAT}a4w4"] * 2  # type: ignore[union-attr]
-    assert ready["gate"] is weight
-    out = ops["moe_experts"](x, *stacks, *choices)
-    assert out.shape == x.shape
-    assert bool(out.isfinite().all())
-    assert aiter.names()[-1] == "fused_moe"
-    assert len(asked) == 5
-
-
-def test_ops_that_it_cannot_serve_say_why(deploy: Deploy, aiter: Fake) -> None:
-    asks = deploy(dtype="float32", additional_config=A4W4, enable_expert_parallel=True)
-    switches, _ = read(asks, capabilities(REFERENCE), {AITER: "1"})
-    ops, words = with_aiter({"rms_norm": lambda *args: None}, asks, switches)
-    assert set(ops) == {"rms_norm"}
-    assert words["op rms_norm"].startswith("triton; not AITER RMS norm: its rows are bfloat16")
-    assert "doesn't ask for" in words["op gemm"]
-    assert "no mask of other ranks' experts" in words["op moe_experts"]
-    narrow = small(deploy(additional_config=A4W4, tensor_parallel_size=2))
-    _, words = with_aiter({}, narrow, replace(switches))
-    assert "experts of a rank are [128]" in words["op moe_experts"]
-
-
-def test_experts_in_other_formats_keep_their_order() -> None:
-    plain = {"experts_w13": torch.zeros(1), "wq": torch.zeros(1)}
-    assert arranged(plain, "a4w4") is plain
-    fp8 = Weight("fp8_block", (1, 256, 128), {"data": torch.zeros(1), "scale": torch.zeros(1)})
-    both = {"experts_w13": fp8, "experts_w2": fp8}
-    assert arranged(both, "a8w4") is both
 
 
 def test_what_a_selection_holds_is_what_is_reserved_for_it() -> None:

@@ -28,7 +28,7 @@ from ml4core_rocm.switches import MOE_BOUND, VARIABLES
 
 from .control.conftest import deployment
 from .fake_aiter import Fake
-from .test_providers import small
+from .test_aiter_ops import small
 
 pytestmark = [
     pytest.mark.skipif(
@@ -74,6 +74,7 @@ CALLS = {
     "rmsnorm2d_fwd_with_add": STEPS * 2 * LAYERS,
     "rmsnorm2d_fwd": STEPS * (LAYERS + 1),
     "fused_moe": STEPS,
+    "silu_and_mul": STEPS * 2,  # of the dense layer, and of the shared expert
     "deepgemm_fp8_paged_mqa_logits": LAYERS,  # of the decode
     "top_k_per_row_decode": LAYERS,
 }
@@ -88,13 +89,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(folder: Path, act: str) -> tuple[tuple[int, ...], RocmSession]:
-    """The tokens of an engine, and its session, closed."""
+    """The tokens of an engine, and its session, closed. ``act``: of experts in MXFP4, or with
+    experts as they are ``fp8_block`` of all products.
+    """
     backend = Unrefused()
-    config = {
-        "device": "interpreted",
-        "fp8_moe_requant": "mxfp4",
-        "fp8_moe_requant_act": act,
-    }
+    config = {"device": "interpreted"}
+    if act == "fp8_block":
+        config["activations"] = act
+    else:
+        config |= {"fp8_moe_requant": "mxfp4", "fp8_moe_requant_act": act}
     given = {"additional_config": config, "max_num_seqs": 1, "max_model_len": 64}
     subject = Subject(backend, INTERPRETED, options={"device": "interpreted"})
     with engine(subject, folder, sequences=1, **given) as opened:
@@ -129,6 +132,24 @@ def test_an_engine_with_aiter_at_work(
         gates = {one.given["gate_mode"] for one in aiter.calls if one.name == "fused_moe"}
         assert gates == {"interleave" if act == "a8w4" else "separated"}
         assert {SIZE, MOE_BOUND}.isdisjoint(os.environ)
+
+
+def test_an_engine_with_experts_in_fp8_by_blocks(
+    aiter: Fake, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its experts and its products of the checkpoint as it is; answers are those without AITER."""
+    for name in (AITER, SPARSE, SIZE, MOE_BOUND):
+        monkeypatch.delenv(name, raising=False)
+    ours, _ = answer(folder, "fp8_block")
+    monkeypatch.setenv(AITER, "1")
+    found, session = answer(folder, "fp8_block")
+    assert found == ours
+    assert session.switches["op moe_experts"] == "AITER fused experts 0.1.21"
+    kinds = {one.given["quant_type"].name for one in aiter.calls if one.name == "fused_moe"}
+    assert kinds == {"per_128x128"}
+    assert aiter.names().count("fused_moe") == STEPS
+    assert "gemm_a8w8_blockscale" in aiter.names()
+    assert MOE_BOUND not in os.environ
 
 
 def experts(count: int, rows: int, columns: int, seed: int) -> Weight:

@@ -115,6 +115,13 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
                 _words("XQ WQ x_scale w_scale"),
                 _words("dtype"),
             ),
+            Function("aiter.tuned_gemm", "gemm_a16w16", _words("A B"), _words("otype")),
+            Function("aiter", "silu_and_mul", _words("out input")),
+            Function(
+                "aiter",
+                "concat_and_cache_mla",
+                _words("kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale"),
+            ),
             Function("aiter", "rmsnorm2d_fwd", _words("input weight epsilon")),
             Function(
                 "aiter",

@@ -5,13 +5,15 @@ what its adapter doesn't take.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ml4core.api import Collectives, Deployment, Refusal, Weight
+from ml4core.api import Collectives, Deployment, KVCache, Refusal, Weight
 from ml4core_rocm import aiter_functions
+from ml4core_rocm.alone import ALONE
 from ml4core_rocm.providers import OURS, PEERS
 from ml4core_rocm.switches import Switches
 
@@ -33,29 +35,32 @@ def with_aiter(
     """
     if not switches.use_aiter:
         return ops, {}
-    found, told = dict(ops), {}
+    found, told = dict(ops), dict[str, list[str]]()
     for peer in PEERS:
-        if peer.part not in _WRAPPERS:
+        if peer.name not in _WRAPPERS:
             continue
         reasons = peer.reasons(None, deployment, switches, installed)
         if reasons:
             why = "; ".join(refusal.reason for refusal in reasons)
-            told[f"op {peer.part}"] = f"{OURS}; not {peer.name}: {why}"
+            told.setdefault(peer.part, []).append(f"{OURS}; not {peer.name}: {why}")
         elif peer.part in ops:
-            found[peer.part] = _WRAPPERS[peer.part](ops[peer.part], deployment)
-            told[f"op {peer.part}"] = f"{peer.name} {aiter_functions.release()}"
-    return found, told
+            found[peer.part] = _WRAPPERS[peer.name](found[peer.part], deployment)
+            told.setdefault(peer.part, []).append(f"{peer.name} {aiter_functions.release()}")
+    told |= {name: [f"{OURS}; not AITER: {why}"] for name, why in ALONE.items() if name in ops}
+    return found, {f"op {name}": " | ".join(lines) for name, lines in told.items()}
 
 
 def arranged(weights: Mapping[str, Tensor | Weight], mode: str) -> Mapping[str, Tensor | Weight]:
-    """A layer's weights with experts in MXFP4 in the order of ``mode``; others as they are."""
+    """A layer's weights with experts in the order of ``mode``, if they are of its format; others as
+    they are.
+    """
     w13, w2 = weights.get("experts_w13"), weights.get("experts_w2")
     if not (isinstance(w13, Weight) and isinstance(w2, Weight)):
         return weights
-    if (w13.format, w2.format) != ("mxfp4", "mxfp4"):
-        return weights
-    from ml4core_rocm.kernels.aiter_experts import arrange
+    from ml4core_rocm.kernels.aiter_experts import FORMATS, arrange
 
+    if {w13.format, w2.format} != {FORMATS[mode]}:
+        return weights
     made = arrange(w13, w2, mode)  # type: ignore[arg-type]
     stacks = {
         "experts_w13": (w13.shape, made.w13, made.w13_scale),
@@ -91,14 +96,53 @@ def _all_reduce_rms_norm(ours: Callable[..., Any], deployment: Deployment) -> Ca
     return call
 
 
-def _gemm(ours: Callable[..., Any], deployment: Deployment) -> Callable[..., Any]:
-    from ml4core_rocm.kernels.aiter_gemm import gemm
+def _block_gemm(ours: Callable[..., Any], deployment: Deployment) -> Callable[..., Any]:
+    from ml4core_rocm.kernels.aiter_gemm import block_gemm
 
     def call(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
         dtypes = {x.dtype, out_dtype or x.dtype}
         block = weight.format == "fp8_block" and dtypes == {torch.bfloat16}
-        found: Tensor = (gemm if block else ours)(x, weight, out_dtype)
+        found: Tensor = (block_gemm if block else ours)(x, weight, out_dtype)
         return found
+
+    return call
+
+
+def _plain_gemm(ours: Callable[..., Any], deployment: Deployment) -> Callable[..., Any]:
+    from ml4core_rocm.kernels.aiter_gemm import plain_gemm
+
+    def call(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
+        dtypes = {x.dtype, out_dtype or x.dtype}
+        if weight.format == "bf16" and dtypes == {torch.bfloat16}:
+            return plain_gemm(x, weight)
+        found: Tensor = ours(x, weight, out_dtype)
+        return found
+
+    return call
+
+
+def _silu_mul(ours: Callable[..., Any], deployment: Deployment) -> Callable[..., Any]:
+    from ml4core_rocm.kernels.aiter_small import silu_mul
+
+    def call(gate_up: Tensor) -> Tensor:
+        found: Tensor = (silu_mul if gate_up.dtype == torch.bfloat16 else ours)(gate_up)
+        return found
+
+    return call
+
+
+def _kv_write(ours: Callable[..., Any], deployment: Deployment) -> Callable[..., Any]:
+    from ml4core_rocm.kernels.aiter_small import kv_write, takes_latents
+
+    @lru_cache
+    def one(device: torch.device) -> Tensor:
+        return torch.ones(1, device=device)
+
+    def call(cache: KVCache, slots: Tensor, latent: Tensor, rope: Tensor | None = None) -> None:
+        if rope is not None and takes_latents(cache, latent, rope):
+            kv_write(cache, slots, latent, rope, one(latent.device))
+        else:
+            ours(cache, slots, latent, rope)
 
     return call
 
@@ -129,8 +173,12 @@ def _experts(ours: Callable[..., Any], deployment: Deployment) -> Callable[..., 
 
 
 _WRAPPERS: Mapping[str, Callable[[Callable[..., Any], Deployment], Callable[..., Any]]] = {
-    "rms_norm": _rms_norm,
-    "all_reduce_rms_norm": _all_reduce_rms_norm,
-    "gemm": _gemm,
-    "moe_experts": _experts,
+    "AITER RMS norm": _rms_norm,
+    "AITER sum and RMS norm": _all_reduce_rms_norm,
+    "AITER block FP8 product": _block_gemm,
+    "AITER bf16 product": _plain_gemm,
+    "AITER gate": _silu_mul,
+    "AITER latent write": _kv_write,
+    "AITER fused experts": _experts,
 }
+"""By the name of a peer that serves an op: what puts it in the place of ours."""

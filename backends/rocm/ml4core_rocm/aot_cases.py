@@ -91,6 +91,11 @@ def _selection() -> Iterator[Case]:
             )
     gather = (keys, ints(1, 1024), ints(2), 65536, 65536)
     yield case("gather_index_keys", kernel("gather_index_keys"), *gather)
+    yield case("gather_kv tiled16_f32", kernel("gather_kv"), keys, ints(8), hot=False)
+    # What goes before AITER's scores and its top-k.
+    yield case("index_queries 64 heads", kernel("index_queries", "index_queries"), *scored(8, 64))
+    runs = (f32(8, 65536), ints(8), ints(8), 65536)
+    yield case("without_nan of 65536", kernel("aiter_topk", "without_nan"), *runs)
     slots = ints(8, dtype=torch.int64)
     yield case("indexer_write", kernel("indexer_write"), keys, slots, f32(8, 128))
     norm = (f32(128), f32(128), 1e-6, slots)

@@ -62,8 +62,18 @@ def cases() -> Iterator[Case]:
                 act=act,
                 wants=_BLOCK if act else _BF16,
             )
+        for act in ("fp8_tensor", None):
+            yield case(
+                f"gemm fp8_tensor {act or 'bf16'} {rows} rows",
+                gemm,
+                bf16(rows, HIDDEN),
+                weight("fp8_tensor", 2048, HIDDEN),
+                act=act,
+                wants=_BLOCK if act else _BF16,
+            )
         plain = weight("bf16", 2048, HIDDEN)
         up = weight("bf16", 16, 512, 64)
         name = f"head_gemm 16 heads {rows} rows"
         yield case(name, kernel("head_gemm"), bf16(rows, 16, 64), up, wants=_BF16)
         yield case(f"gemm bf16 {rows} rows", gemm, bf16(rows, HIDDEN), plain, wants=_BF16)
+    yield case("quantize bf16", kernel("quantize"), f32(HIDDEN, HIDDEN), "bf16", hot=False)

@@ -8,8 +8,9 @@ measurement decides as yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ml4core.api import Deployment, LayerSpec, Refusal
 from ml4core_rocm.devices import FLAVOUR
@@ -25,8 +26,8 @@ PROMPT_KEYS = 32768
 """Keys of a request from which its top-k of rows of prompts pays, as published."""
 LATENT, ROPE, HEADS = 512, 64, 128
 """Values of the rows that its attention reads, and the most heads of a rank."""
-_UNIT = 256
-"""What MXFP4 experts' widths are multiples of there."""
+UNITS: Mapping[str, int] = MappingProxyType({"a4w4": 256, "a8w4": 256, "fp8_block": 128})
+"""What experts' widths are multiples of there, by what inputs and weights are."""
 
 Against = Callable[[LayerSpec | None, Deployment, Switches], Iterator[Refusal]]
 
@@ -162,6 +163,28 @@ def _sums(layer: LayerSpec | None, deployment: Deployment, switches: Switches) -
     yield from _bf16("AITER sum and RMS norm", deployment)
 
 
+def _only_bf16(name: str) -> Against:
+    def against(
+        layer: LayerSpec | None, deployment: Deployment, switches: Switches
+    ) -> Iterator[Refusal]:
+        return _bf16(name, deployment)
+
+    return against
+
+
+def _latents(
+    layer: LayerSpec | None, deployment: Deployment, switches: Switches
+) -> Iterator[Refusal]:
+    name = "AITER latent write"
+    yield from _bf16(name, deployment)
+    if deployment.kv_layout != "bf16":
+        reason = (
+            "its cast to FP8 doesn't saturate, which rows of a cache do, so it copies bf16 alone; "
+            f"the cache is {deployment.kv_layout}"
+        )
+        yield Refusal(_SOURCE, name, reason, OURS)
+
+
 def _products(
     layer: LayerSpec | None, deployment: Deployment, switches: Switches
 ) -> Iterator[Refusal]:
@@ -175,17 +198,36 @@ def _products(
         yield Refusal(_SOURCE, name, reason, "gfx950")
 
 
+def expert_mode(deployment: Deployment, switches: Switches) -> str:
+    """What inputs and weights of experts are in its hands: ``a8w4``, ``a4w4`` or ``fp8_block``;
+    empty where inputs stay as they are.
+    """
+    block = "fp8_block" if "act:fp8_block" in deployment.needs else ""
+    return switches.expert_act or block
+
+
 def _experts(
     layer: LayerSpec | None, deployment: Deployment, switches: Switches
 ) -> Iterator[Refusal]:
-    name = "AITER fused experts"
+    name, mode = "AITER fused experts", expert_mode(deployment, switches)
     yield from _bf16(name, deployment)
-    if deployment.device.arch != "gfx950":
-        reason = f"MXFP4 experts need scaled matrix instructions; this is {deployment.device.arch}"
-        yield Refusal(_SOURCE, name, reason, "gfx950")
-    if not switches.expert_act:
+    arch = deployment.device.arch
+    if arch != "gfx950":
+        need = "MXFP4 experts need scaled matrix instructions"
+        if mode == "fp8_block":
+            need = "its adapter hands experts in e4m3fn on"
+        yield Refusal(_SOURCE, name, f"{need}; this is {arch}", "gfx950")
+    if not mode:
         reason = "it quantises the inputs of experts, which this deployment doesn't ask for"
-        yield Refusal(_SOURCE, name, reason, "VLLM_FP8_MOE_REQUANT=mxfp4")
+        works = (
+            'VLLM_FP8_MOE_REQUANT=mxfp4, or --additional-config \'{"activations": "fp8_block"}\''
+        )
+        yield Refusal(_SOURCE, name, reason, works)
+    if mode == "fp8_block" and mode not in deployment.weight_formats:
+        formats = ", ".join(sorted(deployment.weight_formats))
+        reason = f"beside such inputs it takes experts in fp8_block, and weights are {formats}"
+        yield Refusal(_SOURCE, name, reason, OURS)
+    unit = UNITS.get(mode, 128)
     ranks = 1 if deployment.enable_expert_parallel else deployment.tensor_parallel_size
     widths = {
         width
@@ -193,8 +235,8 @@ def _experts(
         if one.moe is not None
         for width in (one.hidden_size, one.moe.expert_width // ranks)
     }
-    if wrong := sorted(width for width in widths if width % _UNIT):
-        reason = f"its tiles are {_UNIT} wide, and experts of a rank are {wrong}"
+    if wrong := sorted(width for width in widths if width % unit):
+        reason = f"its tiles are {unit} wide, and experts of a rank are {wrong}"
         yield Refusal(_SOURCE, name, reason, "another --tensor-parallel-size")
     if switches.expert_act == "a4w4" and deployment.enable_expert_parallel:
         reason = "its a4w4 experts take no mask of other ranks' experts"
@@ -240,6 +282,9 @@ PEERS: tuple[Peer, ...] = (
     Peer("AITER RMS norm", "rms_norm", ("rmsnorm2d_fwd",), _norms),
     Peer("AITER sum and RMS norm", "all_reduce_rms_norm", ("rmsnorm2d_fwd_with_add",), _sums),
     Peer("AITER block FP8 product", "gemm", ("gemm_a8w8_blockscale",), _products),
+    Peer("AITER bf16 product", "gemm", ("gemm_a16w16",), _only_bf16("AITER bf16 product")),
+    Peer("AITER gate", "silu_mul", ("silu_and_mul",), _only_bf16("AITER gate")),
+    Peer("AITER latent write", "kv_write", ("concat_and_cache_mla",), _latents),
     Peer("AITER fused experts", "moe_experts", ("fused_moe",), _experts),
     Peer("AITER all-reduce", "all_reduce", ("CustomAllreduce",), _all_reduce),
 )

@@ -16,11 +16,12 @@ from ml4core.api import (
     VisionShape,
     Weight,
 )
-from ml4core_rocm import switches
+from ml4core_rocm import environment, switches
 from ml4core_rocm.aiter_ops import arranged, with_aiter
 from ml4core_rocm.capabilities import capabilities
 from ml4core_rocm.collectives import GroupCollectives, joined
 from ml4core_rocm.ops import load_ops
+from ml4core_rocm.providers import expert_mode
 from ml4core_rocm.stages import Stages
 from ml4core_triton.session import GpuSession
 
@@ -34,6 +35,8 @@ class RocmSession(GpuSession):
     def __init__(self, deployment: Deployment) -> None:
         act = next((act for act in ACTS if f"act:{act}" in deployment.needs), None)
         found, _ = switches.read(deployment, capabilities(deployment.device), environ)
+        names = environment.told(environ, found.use_aiter)
+        environment.warn(names)
         fake = deployment.device.kind == "fake"
         acts = (act, found.kernel_act, found.sparse_mla_precision)
         ours = {} if fake else load_ops(*acts)
@@ -41,7 +44,7 @@ class RocmSession(GpuSession):
         super().__init__(deployment, ops)
         self._stages = Stages(deployment, ops=ops)
         served = ops.get("moe_experts") is not ours.get("moe_experts")
-        self._expert_mode = found.expert_act if served else ""
+        self._expert_mode = expert_mode(deployment, found) if served else ""
         self._group: GroupCollectives | None = None
         self._restore = _stated(self._of_environment(found))
         try:
@@ -50,7 +53,7 @@ class RocmSession(GpuSession):
             self._restore()
             raise
         self.collectives = self._group
-        self.switches: Mapping[str, str] = {**found.told, **told, **summed}
+        self.switches: Mapping[str, str] = {**found.told, **names, **told, **summed}
 
     def providers(
         self, stage: str, layer: LayerSpec | None, shape: StepShape | VisionShape

@@ -31,6 +31,7 @@ _BODIES: dict[str, Callable[[str, dict[str, Any]], Any]] = {
         (selection, ("top_k_per_row_prefill", "top_k_per_row_decode")),
         (experts, ("fused_moe",)),
         (products, ("gemm_a8w8_blockscale", "rmsnorm2d_fwd", "rmsnorm2d_fwd_with_add")),
+        (products, ("gemm_a16w16", "silu_and_mul", "concat_and_cache_mla")),
     )
     for name in names
 }

@@ -37,9 +37,14 @@ def fused_moe(arch: str, given: dict[str, Any]) -> Tensor:
     for name in ("w1", "w2"):
         need(getattr(given[name], "is_shuffled", False), f"{name} doesn't say that it is shuffled")
     quant, gated = given["quant_type"], given["gate_mode"] == "interleave"
-    need(quant is QuantType.per_1x32, f"{quant}: this fake has MXFP4 alone")
-    act = _act(arch, rows, gated)
-    w13, w2 = _mxfp4(given, hidden, gated)
+    if quant is QuantType.per_128x128:
+        need(not gated, "experts in FP8 have their gates apart")
+        act = "fp8_block"
+        w13, w2 = _fp8_block(arch, given, hidden)
+    else:
+        need(quant is QuantType.per_1x32, f"{quant}: this fake has MXFP4 and FP8 by blocks")
+        act = _act(arch, rows, gated)
+        w13, w2 = _mxfp4(given, hidden, gated)
     mask = given["expert_mask"]
     if mask is not None:
         need(act != "mxfp4", "a4w4 takes no expert_mask")
@@ -73,6 +78,11 @@ def _act(arch: str, rows: int, gated: bool) -> str:
 def _quantized(x: Tensor, act: str) -> Tensor:
     if act == "bf16":
         return x.to(torch.bfloat16).double()
+    if act == "fp8_block":
+        blocks = x.unflatten(-1, (-1, 128))
+        each = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
+        codes = (blocks / each).float().to(torch.float8_e4m3fn)
+        return (codes.double() * each).flatten(-2)
     groups = x.numpy().reshape(*x.shape[:-1], -1, 32)
     if act == "mxfp4":  # by its own rule, which is not that of the weights
         unit = np.ldexp(1.0, mxfp4_exponents(x.numpy(), "roundup"))[..., None]
@@ -83,6 +93,24 @@ def _quantized(x: Tensor, act: str) -> Tensor:
     codes = torch.from_numpy((groups / unit).reshape(x.shape)).float().to(torch.float8_e4m3fn)
     wide = codes.double().numpy().reshape(groups.shape) * unit
     return torch.from_numpy(wide.reshape(x.shape))
+
+
+def _fp8_block(arch: str, given: dict[str, Any], hidden: int) -> tuple[Tensor, Tensor]:
+    need(arch == "gfx950", f"e4m3fn on {arch}")
+    fp8 = torch.float8_e4m3fn
+    experts, rows, _ = array("w1", given["w1"], fp8, (None, None, hidden)).shape
+    width = rows // 2
+    array("w2", given["w2"], fp8, (experts, hidden, width))
+    need(hidden % 128 == 0 and width % 128 == 0, f"experts of {hidden} and {width}")
+    found = []
+    for name, n, k in (("w1", rows, hidden), ("w2", hidden, width)):
+        scale = floats(f"{name}_scale", given[f"{name}_scale"], experts, n // 128, k // 128)
+        flat = given[name].view(torch.uint8).reshape(-1)
+        e, row, column = np.meshgrid(np.arange(experts), np.arange(n), np.arange(k), indexing="ij")
+        codes = flat[torch.from_numpy(_tiled(e, row, column, n, k))].view(fp8)
+        wide = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+        found.append(codes.double() * wide)
+    return found[0], found[1]
 
 
 def _mxfp4(given: dict[str, Any], hidden: int, gated: bool) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,10 @@ _BASE: Mapping[str, str] = MappingProxyType(
             shared_w1_scale=None shared_w2_scale=None shared_expert_id=-1""",
         "aiter.gemm_a8w8_blockscale": """
             XQ WQ x_scale w_scale dtype=None isBpreshuffled=False""",
+        "aiter.tuned_gemm.gemm_a16w16": """
+            A B bias=None otype=None scale_a=None scale_b=None scale_c=None""",
+        "aiter.silu_and_mul": "out input limit=0.0",
+        "aiter.concat_and_cache_mla": "kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale",
         "aiter.rmsnorm2d_fwd": "input weight epsilon use_model_sensitive_rmsnorm=0",
         "aiter.rmsnorm2d_fwd_with_add": """
             out input residual_in residual_out weight epsilon gemma_norm=False

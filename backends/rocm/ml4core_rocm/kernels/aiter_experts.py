@@ -4,14 +4,17 @@ What activations become isn't an argument: it follows from the order of the gate
 environment. MXFP4 weights with separated gates meet MXFP4 activations (a4w4); with interleaved
 ones, on gfx950, FP8 activations from so many rows on as ``AITER_BF16_FP8_MOE_BOUND`` says, so that
 0 makes them FP8 always (a8w4). MXFP4 activations with interleaved gates have no tuned kernel, and
-give numbers without meaning; so the order is part of the weights' type here.
+give numbers without meaning; so the order is part of the weights' type here. Weights in FP8 by
+blocks meet FP8 activations with a scale for 128 columns, gates separated.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -20,13 +23,19 @@ from torch import Tensor
 from ml4core.api import Weight
 from ml4core_rocm import shuffles
 from ml4core_rocm.aiter_functions import load
+from ml4core_rocm.providers import UNITS
 from ml4core_rocm.switches import MOE_BOUND
 
-Mode = Literal["a4w4", "a8w4"]
-MODES: tuple[Mode, ...] = ("a4w4", "a8w4")
-
-_UNIT = 256
-"""What the library rounds the widths of experts up to."""
+Mode = Literal["a4w4", "a8w4", "fp8_block"]
+MODES: tuple[Mode, ...] = ("a4w4", "a8w4", "fp8_block")
+FORMATS: Mapping[str, str] = MappingProxyType(
+    {"a4w4": "mxfp4", "a8w4": "mxfp4", "fp8_block": "fp8_block"}
+)
+"""Mode -> the format of its weights."""
+_SCALED: Mapping[str, str] = MappingProxyType(
+    {"a4w4": "per_1x32", "a8w4": "per_1x32", "fp8_block": "per_128x128"}
+)
+"""Mode -> what the library calls its scales."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,8 @@ class Experts:
     """A rank's experts in the order of one mode.
 
     Attributes:
-        w13, w13_scale, w2, w2_scale: shuffled; float4_e2m1fn_x2 with float8_e8m0fnu scales.
+        w13, w13_scale, w2, w2_scale: shuffled; float4_e2m1fn_x2 with float8_e8m0fnu scales, or
+            float8_e4m3fn, of which fp32 scales of 128 x 128 stay as they are.
         count, width, hidden: E, I and H.
     """
 
@@ -49,19 +59,25 @@ class Experts:
 
 
 def arrange(w13: Weight, w2: Weight, mode: Mode) -> Experts:
-    """Experts [E, 2I, H] and [E, H, I] in MXFP4 in the order of ``mode``. ``ValueError`` for
-    another format, and for widths that the library's tiles don't divide.
+    """Experts [E, 2I, H] and [E, H, I] in the order of ``mode``. ``ValueError`` for another format
+    than its own, and for widths that the library's tiles don't divide.
     """
     if mode not in MODES:
         raise ValueError(f"experts are arranged for {', '.join(MODES)}, not for {mode!r}")
-    if (w13.format, w2.format) != ("mxfp4", "mxfp4"):
-        raise ValueError(f"{mode} takes experts in mxfp4, not {w13.format} and {w2.format}")
+    wanted, unit = FORMATS[mode], UNITS[mode]
+    if (w13.format, w2.format) != (wanted, wanted):
+        raise ValueError(f"{mode} takes experts in {wanted}, not {w13.format} and {w2.format}")
     count, hidden, width = w2.shape
-    if hidden % _UNIT or width % _UNIT:
+    if hidden % unit or width % unit:
         raise ValueError(
-            f"AITER's {mode} experts take multiples of {_UNIT}; these are {hidden} and {width} "
+            f"AITER's {mode} experts take multiples of {unit}; these are {hidden} and {width} "
             "wide a rank: another --tensor-parallel-size, or experts of our own"
         )
+    if mode == "fp8_block":
+        fp8 = torch.float8_e4m3fn
+        tiles = [shuffles.tiled(weight.data).view(fp8) for weight in (w13, w2)]
+        blocks = [weight.parts["scale"].contiguous() for weight in (w13, w2)]
+        return Experts(mode, tiles[0], blocks[0], tiles[1], blocks[1], count, width, hidden)
     flat = [weight.parts["scale"].flatten(0, 1) for weight in (w13, w2)]
     if mode == "a4w4":
         data = (shuffles.tiled(w13.data), shuffles.tiled(w2.data))
@@ -113,8 +129,8 @@ def fused(
     out: Tensor = load("fused_moe")(
         x.contiguous(), experts.w13, experts.w2, weights.contiguous(), ids.contiguous(),
         expert_mask=mask, activation=aiter.ActivationType.Silu,
-        quant_type=aiter.QuantType.per_1x32, w1_scale=experts.w13_scale,
-        w2_scale=experts.w2_scale,
+        quant_type=getattr(aiter.QuantType, _SCALED[experts.mode]),
+        w1_scale=experts.w13_scale, w2_scale=experts.w2_scale,
         gate_mode="interleave" if experts.mode == "a8w4" else "separated",
     )  # fmt: skip
     return out

@@ -226,8 +226,15 @@ class StepPlans(Streams):
     """The plans and the stream of the forward that runs; of the one before nothing is kept.
 
     A plan depends on where the rows begin in the stream alone, so on their lengths, clamped at
-    top-k. It is made on the device, in the step, and told to no host: once for all layers of a
-    count of heads, a layout and a top-k.
+    top-k: it is made once for all layers of a count of heads, a layout and a top-k, and steps of
+    the same clamped lengths make the same plan.
+
+    A later step doesn't take it over, though its lengths may be the same ones, as only the device
+    knows them. The host queues a step before it is told how many drafts the one before it accepted,
+    which is what moves the rows of the next; and a graph's replay asks no host at all. To compare
+    lengths, the host would wait for the device in each step. Planning is one launch, which a graph
+    records with the step that needs it, so a replay plans anew, into the arrays that its layers
+    were captured with.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ def topk_rows(
     scores fp32 [T, S], of which a row has columns begins[t] to ends[t] - 1, int32 [T], ``longest``
     at most. NaN among them becomes -inf.
     """
-    has_nan = _without_nan(scores, begins, ends, longest)
+    has_nan = without_nan(scores, begins, ends, longest)
     found = scores.new_full((scores.shape[0], KEYS), -1, dtype=torch.int32)
     load("top_k_per_row_prefill")(
         scores, begins, ends, found, None, scores.shape[0], scores.stride(0), scores.stride(1),
@@ -56,7 +56,7 @@ def topk_windows(scores: Tensor, visible: Tensor, rows_each: int) -> tuple[Tenso
     """The same of rows that begin at column 0, ``rows_each`` a request, of which consecutive ones
     see one key more each; visible int32 [T].
     """
-    has_nan = _without_nan(scores, torch.zeros_like(visible), visible, scores.shape[1])
+    has_nan = without_nan(scores, torch.zeros_like(visible), visible, scores.shape[1])
     window = visible.view(-1, rows_each)
     left = torch.arange(rows_each - 1, -1, -1, dtype=torch.int32, device=visible.device)
     lengths = torch.where(window > 0, window + left, 0).amax(1).to(torch.int32)
@@ -68,7 +68,7 @@ def topk_windows(scores: Tensor, visible: Tensor, rows_each: int) -> tuple[Tenso
     return _ended(found, visible, has_nan)
 
 
-def _without_nan(scores: Tensor, begins: Tensor, ends: Tensor, longest: int) -> Tensor:
+def without_nan(scores: Tensor, begins: Tensor, ends: Tensor, longest: int) -> Tensor:
     """has_nan bool [T]; in place, as scores are made for top-k alone."""
     rows = scores.shape[0]
     has_nan = torch.zeros(rows, dtype=torch.bool, device=scores.device)

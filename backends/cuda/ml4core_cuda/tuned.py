@@ -52,7 +52,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gemm_many": ("gemm", "many_rows"),
         "moe_row": ("moe_row", "latency_experts", "row_sums", "weights"),
         "moe_fp4": ("moe_fp4", "fp4_rows", "fp4"),
-        "fp4_experts": ("fp4_experts", "fp4_turns"),
+        "fp4_experts": ("fp4_experts", "fp4_turns", "fp4_units"),
         "moe_gated": (
             "moe_experts",
             "many_experts",

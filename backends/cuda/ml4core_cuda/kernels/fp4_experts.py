@@ -20,7 +20,8 @@ from triton.experimental.gluon import language as gl
 
 from ml4core_cuda.kernels import expert_matrix
 from ml4core_cuda.kernels.fp4_shapes import TurnsTiling
-from ml4core_cuda.kernels.fp4_turns import ROWS, place_of, row_sums, wide
+from ml4core_cuda.kernels.fp4_turns import ROWS, place_of, row_sums
+from ml4core_cuda.kernels.fp4_units import wide
 from ml4core_cuda.kernels.moe_fp4 import shape_key
 from ml4core_cuda.kernels.target import device_name
 from ml4core_cuda.tuned import sizes_for

@@ -246,7 +246,8 @@ def _plan(part: str, w: WeightArgs, rows: int, matrices: int, topk: int, x: Tens
     return sizes_for("moe_fp4", device_name(x.device), shape, default)
 
 
-def _parts(w: WeightArgs, shared: WeightArgs | None) -> tuple[Tensor, ...]:
+def parts(w: WeightArgs, shared: WeightArgs | None) -> tuple[Tensor, ...]:
+    """Codes, scales and row scales of the routed experts, and of the shared one if there is one."""
     other = shared or w
     return w.data, w.scale, w.row_scale, other.data, other.scale, other.row_scale
 
@@ -269,14 +270,14 @@ def rows_apart(
     inner = x.new_empty(rows, topk, width)
     plan = _plan("gated", w13, 1, topk, topk, x)
     _gated_row_kernel[(triton.cdiv(2 * width, plan.columns), topk, rows)](
-        x, *_parts(w13, other[0]), weights, ids, inner, width, w13.columns, w13.scale_size,
+        x, *parts(w13, other[0]), weights, ids, inner, width, w13.columns, w13.scale_size,
         first_expert, w13.matrices,
         R=plan.columns // 8, C=plan.chunks, WARPS=plan.warps, FORMAT=w13.format,
         SHARED=int(shared is not None), DEPENDENT=ahead, **plan.options, **dependent(ahead),
     )  # fmt: skip
     plan = _plan("outer", w2, 1, 1, topk, x)
     _outer_row_kernel[(triton.cdiv(w2.rows, plan.columns), rows)](
-        inner, *_parts(w2, other[1]), weights, ids, out, w2.rows, w2.columns, w2.scale_size,
+        inner, *parts(w2, other[1]), weights, ids, out, w2.rows, w2.columns, w2.scale_size,
         first_expert, w2.matrices,
         TOPK=topk, R=plan.columns // 8, C=plan.chunks, WARPS=plan.warps, FORMAT=w2.format,
         SHARED=int(shared is not None), DEPENDENT=ahead, **plan.options, **dependent(ahead),
@@ -305,7 +306,7 @@ def each_choice(
     inner = torch.empty(rows * topk, width, dtype=x.dtype, device=x.device)
     plan = _plan("gated", w13, ROWS, tiles, topk, x)
     _gated_tile_kernel[(triton.cdiv(2 * width, plan.columns), tiles)](
-        x, *_parts(w13, other[0]), order.order, order.tiles, inner, width, w13.columns,
+        x, *parts(w13, other[0]), order.order, order.tiles, inner, width, w13.columns,
         w13.matrices, topk, x.stride(0), w13.scale_size,
         R=plan.columns // 8, C=plan.chunks, WARPS=plan.warps, FORMAT=w13.format,
         SHARED=shared is not None, **plan.options,
@@ -313,7 +314,7 @@ def each_choice(
     each = torch.empty(rows * topk, w2.rows, dtype=torch.float32, device=x.device)
     plan = _plan("outer", w2, ROWS, tiles, topk, x)
     _outer_tile_kernel[(triton.cdiv(w2.rows, plan.columns), tiles)](
-        inner, *_parts(w2, other[1]), order.order, order.tiles, each, w2.rows, w2.columns,
+        inner, *parts(w2, other[1]), order.order, order.tiles, each, w2.rows, w2.columns,
         w2.matrices, w2.scale_size,
         R=plan.columns // 8, C=plan.chunks, WARPS=plan.warps, FORMAT=w2.format,
         SHARED=shared is not None, **plan.options,

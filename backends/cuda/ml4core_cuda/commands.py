@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ml4core_cuda.capabilities import SERVED
+from ml4core_cuda.libraries import find_triton
 from ml4core_triton.interpreter import is_on
 
 app = typer.Typer(add_completion=False, help="The NVIDIA backend.", no_args_is_help=True)
@@ -44,6 +45,8 @@ def aot(
     archs = sorted(arch or SERVED)
     if unknown := sorted(set(archs) - SERVED):
         raise typer.BadParameter(f"{', '.join(unknown)}; works: {', '.join(sorted(SERVED))}")
+    if missing := find_triton()[1]:
+        raise typer.BadParameter("; ".join(map(str, missing)))
     if is_on():
         raise typer.BadParameter("TRITON_INTERPRET is set, and interpreted kernels don't compile")
     from ml4core_cuda.aot import compile_launch, launches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -55,6 +56,8 @@ def aot(
         raise typer.BadParameter(f"{', '.join(unknown)}; works: {', '.join(sorted(SERVED))}")
     if triton is not None and not (triton / "triton").is_dir():
         raise typer.BadParameter(f"{triton} holds no triton: pip install --target {triton} triton")
+    if triton is None and find_spec("triton") is None:
+        raise typer.BadParameter("triton is not installed: pip install triton, or --triton FOLDER")
     if model and archs != ["gfx950"] and arch:
         raise typer.BadParameter(
             f"--model has figures of gfx950 alone, and --arch asks for {', '.join(archs)}"

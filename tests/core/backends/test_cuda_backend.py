@@ -288,6 +288,21 @@ def test_aot_says_what_is_wrong(
     assert told in " ".join(done.stderr.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("backend", ["cuda", "rocm"])
+def test_aot_without_triton_says_what_to_install(backend: str) -> None:
+    script = f"""if True:
+        import sys
+        from importlib import util
+        found = util.find_spec
+        util.find_spec = lambda name, *more: None if name == "triton" else found(name, *more)
+        sys.modules["triton"] = None
+        from ml4core_{backend}.commands import app
+        app()"""
+    done = python("-c", script, "aot")
+    assert done.returncode == 2
+    assert "pip install triton" in " ".join(done.stderr.replace("│", " ").split())
+
+
 def reasons(stage: str, layer: LayerSpec = LAYER, **more: Any) -> dict[str, list[str]]:
     found = stages.candidates(stage, layer, DECODE, deployment(**more))
     return {
